@@ -1,0 +1,25 @@
+"""What can go wrong, and the exit code that says so. A message is one line: found, expected, what to do."""
+
+
+class JaxtrainError(Exception):
+    """An end of the run that is explained in one line, without a traceback."""
+
+    exit_code = 1
+
+
+class UserError(JaxtrainError):
+    """A mistake in the config, on the command line or in the data: nothing was written."""
+
+    exit_code = 2
+
+
+class NonFiniteError(JaxtrainError):
+    """The loss or a gradient was NaN or infinite, and the config says to stop."""
+
+    exit_code = 3
+
+
+class StorageError(JaxtrainError):
+    """A checkpoint or a report could not be written or read."""
+
+    exit_code = 5
