@@ -48,6 +48,7 @@ class Report:
         live_curves: bool = False,
         best: str = "accuracy",
     ):
+        self._workdir = workdir
         self._total = total_steps
         self._steps_per_epoch = float(steps_per_epoch)
         self._batch_size = batch_size
@@ -116,9 +117,10 @@ class Report:
 
         By default `metrics` ("eval/accuracy", …) are the last ones in `history`, `seconds` the age of this
         report. `best` is the record in `history` that validation chose. `places` maps a label to where
-        something is.
+        something is; by default it names the workdir.
         """
         key = f"eval/{self._best}"
+        where = places if places is not None else {"workdir": self._workdir} if self._workdir else {}
         summary = Summary(
             outcome=ended if step is None or "step" in ended else f"{ended} at step {step:,}",
             results=_by_evaluation(metrics if metrics is not None else _last(self.history)),
@@ -126,7 +128,7 @@ class Report:
             seconds=time.monotonic() - self._begun if seconds is None else seconds,
             examples_per_second=sorted(self._speeds)[len(self._speeds) // 2] if self._speeds else None,
             losses=tuple(row["train/loss"] for row in self.history if "train/loss" in row),
-            places=tuple((label, str(path)) for label, path in (places or {}).items()),
+            places=tuple((label, str(path)) for label, path in where.items()),
             synthetic=self._synthetic,
         )
         self._each(lambda sink: sink.summary(summary))
