@@ -1,0 +1,60 @@
+"""The command line: flags → config → `train.run`. Nothing else is decided here."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from jaxtrain import commandline, configfile, devices
+from jaxtrain import config as configs
+from jaxtrain.errors import JaxtrainError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line. Returns the exit code: 0 done, 2 a user's mistake, others as `errors` says."""
+    devices.quiet()
+    if os.getcwd() not in sys.path:  # a user's own "my_lab.nets:unet", also from the installed command
+        sys.path.insert(0, os.getcwd())
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except JaxtrainError as error:
+        complain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(argv: Sequence[str]) -> int:
+    """The same, with mistakes raised."""
+    flags, overrides = commandline.parse(argv)
+    config = configs.load(flags.config, overrides)
+    if flags.print:
+        devices.prepare(config)
+        print(_imported("describe").describe(configs.checked(config)))
+        return 0
+    folder = flags.workdir or default_workdir(flags.config, config)
+    result = _imported("train").run(config, folder, mode=flags.mode, profile=flags.profile, debug=flags.debug)
+    return int(result.exit_code)
+
+
+def default_workdir(spec: str, config: configs.Config) -> Path:
+    """runs/<name of the config file>-<hash of the run keys>: another run gets another folder."""
+    return Path("runs") / f"{configfile.split(spec)[0].stem}-{configs.run_hash(config)}"
+
+
+def complain(error: JaxtrainError) -> None:
+    """One line on stderr, red on a terminal."""
+    line = f"jaxtrain: {' '.join(str(error).split())}"
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(f"\033[31m{line}\033[0m" if red else line, file=sys.stderr)
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of the package that needs JAX, imported once it is needed: `--help` does not wait for it."""
+    return importlib.import_module(f"jaxtrain.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
