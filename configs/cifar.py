@@ -1,0 +1,32 @@
+"""CIFAR-10 through TFDS: a small ResNet (He et al. 2015, section 4.2) on 32×32 colour pictures of ten classes.
+
+python -m jaxtrain.main --config=configs/cifar.py
+"""
+
+from jaxtrain.config import base_config
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def get_config(model: str = "resnet", depth: int = 20, epochs: int = 20, smoke: bool = False):
+    config = base_config()
+    config.data = dict(name="tfds", dataset="cifar10")
+    config.model = dict(name=model)
+    if model == "resnet":
+        config.model = dict(name="resnet", depth=depth, stem="cifar")
+    config.augment = (dict(name="flip"), dict(name="crop", padding=4))
+    config.preprocess = (dict(name="normalise", mean=MEAN, std=STD),)
+    config.task = dict(name="classification", label_smoothing=0.1)
+    config.optimizer = dict(name="sgd", learning_rate=0.2, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    config.schedule = dict(name="one_cycle")
+    config.batch_size = 128
+    config.eval_batch_size = 500
+    config.total = f"{epochs}ep"
+    if smoke:
+        config.synthetic = "if_absent"
+        config.model = dict(name="cnn", width=8)
+        config.batch_size = 16
+        config.total = "10st"
+        config.report_every = "5st"
+        config.eval_every = "10st"
+    return config

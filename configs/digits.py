@@ -1,0 +1,26 @@
+"""Hand-written digits: 1,797 pictures of 8×8, embedded in scikit-learn. The first run on a new machine.
+
+python -m jaxtrain.main --config=configs/digits.py
+"""
+
+from jaxtrain.config import base_config
+
+
+def get_config(smoke: bool = False):
+    config = base_config()
+    config.data = dict(name="digits")
+    config.model = dict(name="cnn")
+    config.augment = (dict(name="crop", padding=1, mode="constant"),)
+    config.preprocess = (dict(name="normalise", mean=(0.305,), std=(0.376,)),)
+    config.optimizer = dict(name="adamw", learning_rate=3e-3, weight_decay=0.05)
+    config.schedule = dict(name="cosine", warmup="1ep")
+    config.batch_size = 64
+    config.total = "30ep"
+    config.report_every = "1ep"
+    config.eval_every = "5ep"
+    if smoke:
+        config.model = dict(name="cnn", width=8)
+        config.total = "40st"
+        config.report_every = "10st"
+        config.eval_every = "20st"
+    return config

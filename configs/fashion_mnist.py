@@ -1,0 +1,27 @@
+"""Fashion-MNIST through TFDS: 28×28 grey pictures of ten kinds of clothes.
+
+python -m jaxtrain.main --config=configs/fashion_mnist.py
+"""
+
+from jaxtrain.config import base_config
+
+
+def get_config(model: str = "cnn", epochs: int = 10, smoke: bool = False):
+    config = base_config()
+    config.data = dict(name="tfds", dataset="fashion_mnist")
+    config.model = dict(name=model)
+    config.augment = (dict(name="flip"), dict(name="crop", padding=2))
+    config.preprocess = (dict(name="normalise", mean=(0.2860,), std=(0.3530,)),)
+    config.optimizer = dict(name="adamw", learning_rate=2e-3, weight_decay=0.05)
+    config.schedule = dict(name="one_cycle")
+    config.batch_size = 128
+    config.eval_batch_size = 500
+    config.total = f"{epochs}ep"
+    if smoke:
+        config.synthetic = "if_absent"
+        config.model = dict(name="cnn", width=8)
+        config.batch_size = 16
+        config.total = "10st"
+        config.report_every = "5st"
+        config.eval_every = "10st"
+    return config

@@ -1,0 +1,50 @@
+"""Metrics are fetched one interval behind, when the device has long finished them: the loop never waits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.metrics import compute
+from jaxtrain.report import Report
+
+
+@dataclasses.dataclass
+class Interval:
+    """What the loop knows of the steps since the last report."""
+
+    step: int  # the last one
+    sums: dict[str, Any]  # monoids, on the device
+    steps: int
+    seconds: float
+    waited: float  # seconds of them spent waiting for input
+
+
+class Behind:
+    """Holds the latest interval back until the next one is there, or until somebody needs the log complete."""
+
+    def __init__(self, report: Report, batch_size: int, check: Callable[[dict[str, float]], None]):
+        self._report = report
+        self._check = check  # may raise; sees the values after they are written
+        self._batch_size = batch_size
+        self._held: Interval | None = None
+
+    def push(self, interval: Interval) -> None:
+        """Writes the interval held so far, and holds this one."""
+        self.flush()
+        self._held = interval
+
+    def flush(self) -> None:
+        """Writes what is held. Waits for the device if need be."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        values = {f"train/{name}": value for name, value in compute(held.sums).items()}
+        if held.seconds > 0 and held.steps > 0:
+            values["time/step_ms"] = 1e3 * held.seconds / held.steps
+            values["time/examples_per_second"] = held.steps * self._batch_size / held.seconds
+            values["time/data_wait"] = held.waited / held.seconds
+        # Counters of left-out updates are news only when there are some.
+        shown = {name: value for name, value in values.items() if value or not name.startswith("train/skipped")}
+        shown.pop("train/skipped_at", None)
+        self._report.write(held.step, shown)
+        self._check(values)

@@ -1,0 +1,80 @@
+"""What a run says of itself before its first step, on the terminal and for --print."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxtrain.job import Job, build
+from jaxtrain.keys import KEYS
+from jaxtrain.report import Facts, parameter_count, parameter_table, render_config
+
+
+def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
+    """The header of a run."""
+    config, params = job.config, getattr(job.abstract, "params", {})
+    return Facts(
+        run=folder.name if folder else "not saved",
+        workdir=folder,
+        devices=_devices(job),
+        precision=f"{job.parts.policy.name} ({job.parts.policy.reason})",
+        data=_data(job),
+        model=_named(config.model),
+        optimizer=f"{_named(config.optimizer)}, schedule {_named(config.schedule)}",
+        steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples, "
+        f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps",
+        synthetic=job.dataset.synthetic,
+        parameters=parameter_table(params),
+        total=parameter_count(params),
+        notes=(*notes, *_remarks(job)),
+    )
+
+
+def describe(config: ConfigDict) -> str:
+    """The resolved config and the parameter table, as text. Raises UserError for what does not fit together."""
+    job = build(config)
+    kinds = {key.partition(".")[0]: about.kind for key, about in KEYS.items()}
+    shown = facts(job, None)
+    rows = [(row.path, row.shape, f"{row.count:,}") for row in shown.parameters]
+    rows.append(("total", "", f"{shown.total:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = "\n".join(
+        f"  {path:{widths[0]}}  {shape:{widths[1]}}  {count:>{widths[2]}}" for path, shape, count in rows
+    )
+    lines = "\n".join(f"  {label:9}  {text}" for label, text in shown.rows())
+    return f"{render_config(job.config, kinds)}\n\nrun\n{lines}\n\nparameters\n{table}"
+
+
+def _devices(job: Job) -> str:
+    found = job.mesh.devices.flatten()
+    kind = found[0].device_kind
+    layout = ", ".join(f"{name} {size}" for name, size in job.mesh.shape.items())
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{len(found)} × {kind} ({found[0].platform}), mesh {layout}{processes}"
+
+
+def _data(job: Job) -> str:
+    sizes = ", ".join(f"{len(source):,} {role}" for role, source in job.sources.items())
+    shapes = ", ".join(
+        f"{name} {np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in job.dataset.spec.items()
+    )
+    classes = f"; {job.dataset.num_classes} classes" if job.dataset.num_classes else ""
+    return f"{job.dataset.name}: {sizes}; {shapes}{classes}"
+
+
+def _named(part: ConfigDict) -> str:
+    options = {name: value for name, value in part.items() if name != "name"}
+    return f"{part.name}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
+
+def _remarks(job: Job) -> list[str]:
+    remarks = []
+    if job.config.accumulate > 1 and getattr(job.abstract, "model_state", None):
+        remarks.append(
+            f"batch statistics are per micro-batch of {job.config.batch_size // job.config.accumulate} examples"
+        )
+    if "validation" not in job.sources:
+        remarks.append("no validation split: nothing chooses a best step")
+    return remarks

@@ -1,0 +1,112 @@
+"""Exact evaluation: every example of a split counts once, on any batch size and device count."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain import sharding
+from jaxtrain.data.feed import Feed
+from jaxtrain.data.sources import Source
+from jaxtrain.errors import JaxtrainError
+from jaxtrain.metrics import Count, as_monoids, compute, empty, merge
+
+EvalStep = Callable[[Any, Any], dict[str, Any]]  # (state, batch) -> metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One named evaluation. `name` is the prefix of its values in every report."""
+
+    name: str
+    source: Source
+    step: EvalStep | None  # None: a function of the user's instead
+    every: Fraction | None  # interval in steps; None: only when asked
+    function: Callable[..., dict[str, float]] | None = None  # (predict, source) -> values
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """How evaluations run: on which mesh, in batches of how many rows, read how."""
+
+    mesh: Mesh
+    batch_size: int
+    check: Callable[[dict[str, np.ndarray]], None]  # refuses bad labels
+    loader: str = "auto"
+    threads: int = 0
+
+    def feed(self, source: Source) -> Feed:
+        """The whole source in order, the last batch filled up with rows that `mask` excludes."""
+        rows = self.mesh.shape["data"]
+        size = math.ceil(min(self.batch_size, len(source)) / rows) * rows
+        return Feed(
+            source,
+            functools.partial(in_order, batch_size=size, size=len(source)),
+            sharding.over_batch(self.mesh),
+            stop=math.ceil(len(source) / size),
+            check=self.check,
+            kind=self.loader,
+            threads=self.threads,
+        )
+
+    def __call__(
+        self,
+        evaluation: Evaluation,
+        state: Any,
+        predict: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """{"<name>/<metric>": value}. `interrupt` is called once a batch and may raise to leave."""
+        if evaluation.function is not None:
+            values = evaluation.function(predict, evaluation.source)
+        else:
+            values = self._exact(evaluation, state, interrupt)
+        return {f"{evaluation.name}/{name}": value for name, value in values.items()}
+
+    def _exact(self, evaluation: Evaluation, state: Any, interrupt: Callable[[], None]) -> dict[str, float]:
+        assert evaluation.step is not None
+        sums: Any = None
+        with self.feed(evaluation.source) as batches:
+            for batch in batches:
+                interrupt()
+                sums = accumulate(evaluation.step, state, sums, batch)
+        values = compute(jax.device_get(sums))
+        counted = int(values.pop("examples"))
+        if counted != len(evaluation.source):
+            raise JaxtrainError(
+                f"evaluation {evaluation.name} counted {counted} of {len(evaluation.source)} examples"
+            )
+        return values
+
+
+def in_order(batch: int, *, batch_size: int, size: int) -> np.ndarray:
+    """Ids of batch number `batch`, int32 [batch_size]; -1 where there is no example left."""
+    ids = np.arange(batch * batch_size, (batch + 1) * batch_size, dtype=np.int64)
+    return np.where(ids < size, ids, -1).astype(np.int32)
+
+
+def accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
+    """`sums` and the metrics of one batch more; `sums` is None at first. One program per evaluation step."""
+    if sums is None:
+        sums = _zeros(step, state, batch)
+    return _accumulate(step, state, sums, batch)
+
+
+def _metrics(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
+    return as_monoids(step(state, batch)) | {"examples": Count.of(batch["mask"])}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
+    return empty(jax.eval_shape(functools.partial(_metrics, step), state, batch))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
+    return merge(sums, _metrics(step, state, batch))

@@ -1,0 +1,307 @@
+"""From a config to what a run consists of: mesh, data, model, task, optimizer, steps. No state yet, no data read."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxtrain import devices, lookup, optim, precision, sharding
+from jaxtrain import model as models
+from jaxtrain.config import parse_duration
+from jaxtrain.data import augment, order, sources
+from jaxtrain.data.feed import Feed
+from jaxtrain.data.sources import Dataset, Source
+from jaxtrain.errors import UserError
+from jaxtrain.evaluate import Evaluation, Evaluator
+from jaxtrain.step import Parts, Steps
+
+ROLES = ("train", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything a run needs but its state. `train.build(config)` gives one to a notebook."""
+
+    config: ConfigDict
+    mesh: Mesh
+    dataset: Dataset
+    sources: Mapping[str, Source]  # by role
+    parts: Parts
+    steps: Steps
+    total_steps: int
+    steps_per_epoch: Fraction
+    abstract: Any  # the state as ShapeDtypeStructs with shardings
+    precision_reason: str
+
+    def initial(self) -> Any:
+        """The state at step 0, on the mesh."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return jax.jit(_init, static_argnums=0, out_shardings=shardings)(
+            self.steps.init, np.uint32(self.config.seed)
+        )
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Feed:
+        """Training batches of steps start, start + 1, …, as sharded arrays. Close it, or use `with`."""
+        source = self.sources["train"]
+        return Feed(
+            source,
+            lambda step: order.ids(self.config.seed, step, self.config.batch_size, len(source)),
+            sharding.over_batch(self.mesh),
+            start=start,
+            stop=stop,
+            prefetch=self.config.prefetch,
+            check=self.check,
+            kind=self.config.loader,
+            threads=self.config.threads,
+        )
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch as ShapeDtypeStructs: what the source gives, and what the feed adds."""
+        spec = dict(self.dataset.spec) | {
+            name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")
+        }
+        size, where = self.config.batch_size, sharding.over_batch(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=where)
+            for name, leaf in spec.items()
+        }
+
+    def steps_in(self, text: str) -> Fraction:
+        """A duration such as "2ep" in steps."""
+        return parse_duration(text).steps(self.config.batch_size, len(self.sources["train"]))
+
+    @functools.cached_property
+    def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """The train step, jitted, its state donated: `state, metrics = job.step(state, batch)`."""
+        return jax.jit(self.steps.train, donate_argnums=0)
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """Runs the evaluations of this job."""
+        config = self.config
+        size = config.eval_batch_size or config.batch_size
+        return Evaluator(self.mesh, size, self.check, config.loader, config.threads)
+
+    def check(self, batch: dict[str, np.ndarray]) -> None:
+        """Refuses what the task cannot learn from, such as labels out of range."""
+        getattr(self.parts.task, "check", lambda batch: None)(batch)
+
+    @functools.cached_property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """By name: "eval" on validation, "test" on test, and those of `config.evals` as "eval_<name>"."""
+        return dict(_evaluations(self))
+
+    def evaluate(
+        self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The values of one named evaluation."""
+        predict = functools.partial(self.predict, state)
+        return self.evaluator(self.evaluations[name], state, predict, interrupt)
+
+    def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
+        """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N."""
+        if self.steps.predict is None:
+            raise UserError(f"step {self.config.step.name!r} brings no predict function")
+        arrays = dict(batch) if isinstance(batch, Mapping) else {"image": batch}
+        source = sources.ArraySource({name: np.asarray(value) for name, value in arrays.items()})
+        rows = []
+        with dataclasses.replace(self.evaluator, check=lambda batch: None).feed(source) as batches:
+            for part in batches:
+                rows.append(jax.device_get(_call(self.steps.predict, state, part)))
+        return {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
+
+
+def build(
+    config: ConfigDict, *, model: Any = None, task: Any = None, data: Any = None, step: Any = None
+) -> Job:
+    """The job that a checked config describes. Raises UserError for whatever does not fit together.
+
+    Objects given here stand in for the config's parts: a Flax NNX class or a `Model`; a task; a `Dataset`, or
+    arrays for `sources.from_arrays`; a step builder (parts, **options) -> Steps.
+    """
+    found = devices.select(config)
+    mesh = sharding.make_mesh(found, config.mesh)
+    _refuse_uneven(config, mesh)
+    policy = precision.choose(config.precision, found[0].platform)
+    dataset = dataset_of(config, data)
+    roles = dict(dataset.open())
+    if "train" not in roles:
+        raise UserError(f"data set {dataset.name} has no training split")
+    parts = parts_of(config, dataset, policy, len(roles["train"]), found[0].platform, model, task)
+    steps = steps_of(config, parts, step)
+    abstract = abstract_state(steps, mesh, config.sharding_rules)
+    per_epoch = Fraction(len(roles["train"]), config.batch_size)
+    return Job(
+        config=config,
+        mesh=mesh,
+        dataset=dataset,
+        sources=roles,
+        parts=parts,
+        steps=steps,
+        total_steps=_total(config, len(roles["train"])),
+        steps_per_epoch=per_epoch,
+        abstract=abstract,
+        precision_reason=policy.reason,
+    )
+
+
+def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:
+    """The data set, or a synthetic one of the same shapes where the config asks for that."""
+    if isinstance(data, Dataset):
+        return data
+    if data is not None:
+        return sources.from_arrays(data)
+    dataset = lookup.build(config.data, lookup.DATASETS, "data set")
+    if config.synthetic == "yes" or (config.synthetic == "if_absent" and not _present(dataset)):
+        return sources.synthetic(dataset)
+    return dataset
+
+
+def parts_of(
+    config: ConfigDict,
+    dataset: Dataset,
+    policy: precision.Policy,
+    examples: int,
+    platform: str,
+    model: Any = None,
+    task: Any = None,
+) -> Parts:
+    """The functions that the step is made of. Nothing is computed and no data is read."""
+    supplied = {"num_classes": dataset.num_classes, "dtype": policy.compute}
+    if task is None or isinstance(task, str):
+        task = lookup.build(task or config.task, lookup.TASKS, "task", **supplied)
+    preprocess = _chain(config.preprocess)
+    batch = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in dataset.spec.items()}
+    raw = task.inputs(batch)
+    inputs = jax.eval_shape(lambda batch: task.inputs(preprocess(None, augment.to_unit(batch))), batch)
+    supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None
+    network = models.build_model(model if model is not None else config.model, **supplied)
+    parts = Parts(
+        model=network,
+        task=task,
+        optimizer=None,  # type of parameters first
+        policy=policy,
+        augment=_chain(config.augment),
+        preprocess=preprocess,
+        example=inputs,
+        accumulate=config.accumulate,
+        unroll=platform == "cpu",  # XLA runs convolutions in a compiled loop ten times slower there
+        ema=config.ema,
+    )
+    params = jax.eval_shape(lambda: _params(parts))
+    optimizer = optim.build(
+        config,
+        params,
+        _total(config, examples),
+        lambda text: parse_duration(text).steps(config.batch_size, examples),
+    )
+    return dataclasses.replace(parts, optimizer=optimizer)
+
+
+def steps_of(config: ConfigDict, parts: Parts, step: Any = None) -> Steps:
+    """init, train, evaluate and predict of `config.step`, or of a builder given in a notebook."""
+    if step is not None:
+        return step(parts)
+    return lookup.build(config.step, lookup.STEPS, "step", parts=parts)
+
+
+def abstract_state(steps: Steps, mesh: Mesh, rules: sharding.Rules) -> Any:
+    """The state's shapes, dtypes and shardings. Raises UserError for a state that no run can carry."""
+    shapes = jax.eval_shape(functools.partial(_init, steps.init), np.uint32(0))
+    for name in ("step", "offset", "key"):
+        if not hasattr(shapes, name):
+            raise UserError(f"the state of config.step has no `{name}`; TrainState shows what a state needs")
+    shardings = sharding.of_state(mesh, shapes, rules)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings
+    )
+
+
+def _evaluations(job: Job) -> Iterator[tuple[str, Evaluation]]:
+    config = job.config
+
+    def every(text: str) -> Fraction | None:
+        return job.steps_in(text) if text else None
+
+    if "validation" in job.sources:
+        yield (
+            "eval",
+            Evaluation("eval", job.sources["validation"], job.steps.evaluate, every(config.eval_every)),
+        )
+    if "test" in job.sources:
+        yield "test", Evaluation("test", job.sources["test"], job.steps.evaluate, None)
+    for name, wanted in config.evals.items():
+        yield (
+            f"eval_{name}",
+            _named(job, f"eval_{name}", wanted, every(wanted.get("every", config.eval_every))),
+        )
+
+
+def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | None) -> Evaluation:
+    source = wanted.get("source", "validation")
+    if isinstance(source, str) and source in ROLES:
+        if source not in job.sources:
+            raise UserError(f"evaluation {name} asks for the {source} split, which {job.dataset.name} lacks")
+        found = job.sources[source]
+    else:
+        other = lookup.build(source, lookup.DATASETS, "data set").open()
+        found = other.get("test") or other.get("validation") or other["train"]
+    if "fn" in wanted:
+        return Evaluation(name, found, None, every, lookup.resolve(wanted["fn"], {}, "evaluation function"))
+    if "task" in wanted:
+        task = lookup.build(wanted["task"], lookup.TASKS, "task", num_classes=job.dataset.num_classes)
+        return Evaluation(
+            name, found, steps_of(job.config, dataclasses.replace(job.parts, task=task)).evaluate, every
+        )
+    return Evaluation(name, found, job.steps.evaluate, every)
+
+
+def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
+    return init(jax.random.key(seed, impl="threefry2x32"))
+
+
+def _params(parts: Parts) -> Any:
+    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), parts.example)
+    return parts.model.init(jax.random.key(0, impl="threefry2x32"), example)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _chain(wanted: Any) -> augment.Augment:
+    return augment.chain([lookup.build(part, lookup.AUGMENTATIONS, "augmentation") for part in wanted])
+
+
+def _total(config: ConfigDict, examples: int) -> int:
+    steps = parse_duration(config.total).steps(config.batch_size, examples)
+    return -(-steps.numerator // steps.denominator)  # the last step completes the last epoch
+
+
+def _present(dataset: Dataset) -> bool:
+    try:
+        dataset.open()
+    except sources.DataAbsent:
+        return False
+    return True
+
+
+def _refuse_uneven(config: ConfigDict, mesh: Mesh) -> None:
+    rows = config.accumulate * mesh.shape["data"]
+    if config.batch_size % rows:
+        lower = config.batch_size // rows * rows
+        nearest = " or ".join(str(size) for size in (lower, lower + rows) if size)
+        raise UserError(
+            f"config.batch_size is {config.batch_size}; it does not divide over {mesh.shape['data']} devices"
+            + (f" × {config.accumulate} micro-batches" if config.accumulate > 1 else "")
+            + f"; take {nearest}"
+        )

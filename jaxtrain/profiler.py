@@ -1,0 +1,34 @@
+"""A JAX trace of some steps, for TensorBoard's profiler or Perfetto."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jaxtrain.report import Report
+
+
+@contextlib.contextmanager
+def profiler(report: Report, span: tuple[int, int] | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function of the step that starts and stops a JAX trace at the two steps of `span`."""
+    running = False
+
+    def at(step: int) -> None:
+        nonlocal running
+        if span and not running and span[0] <= step < span[1]:
+            jax.profiler.start_trace(str(report.workdir / "profile"))
+            running = True
+        elif span and running and step >= span[1]:
+            stop()
+
+    def stop() -> None:
+        nonlocal running
+        jax.profiler.stop_trace()
+        running = False
+        report.say(f"trace written to {report.workdir / 'profile'}")
+
+    try:
+        yield at
+    finally:
+        if running:
+            stop()

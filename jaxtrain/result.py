@@ -1,0 +1,95 @@
+"""What a run leaves in one's hands: weights that predict, the history, and where things are."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxtrain import checkpoint, workdir
+from jaxtrain.advance import abstract_sums
+from jaxtrain.data import sources
+from jaxtrain.data.sources import Dataset
+from jaxtrain.errors import UserError
+from jaxtrain.job import Job, build
+from jaxtrain.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A model with its weights."""
+
+    job: Job
+    state: Any
+
+    @property
+    def config(self) -> ConfigDict:
+        return self.job.config
+
+    @property
+    def model(self) -> Model:
+        return self.job.parts.model
+
+    @property
+    def params(self) -> Any:
+        """The weights that evaluation uses: the averaged ones where there are any. Nested dict of arrays."""
+        return self.state.ema["params"] if self.state.ema else self.state.params
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.job.dataset.class_names
+
+    def predict(self, inputs: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
+        """Predictions for raw inputs as the data set holds them (for pictures: uint8 [N, H, W, C], any N).
+
+        For classification: {"label": int32 [N], "probabilities": float32 [N, classes]}.
+        """
+        return self.job.predict(self.state, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Trained):
+    """How a run ended."""
+
+    history: list[dict[str, float]]  # what metrics.jsonl holds: one dict a report, each with "step"
+    metrics: dict[str, float]  # the last value of each evaluation
+    workdir: Path | None
+    exit_code: int  # 0; 130 or 143 where a signal ended the run
+
+
+def load(folder: str | Path, *, step: int | None = None, **objects: Any) -> Trained:
+    """Model, weights and config of a workdir, ready to predict; neither the data set nor its files are needed.
+
+    `step` chooses a checkpoint, by default the newest good one. Parts that were objects in the notebook that
+    trained them (`model`, `task`, `step`) are given again by keyword. Raises UserError where something is missing.
+    """
+    path = Path(folder).absolute()
+    record = workdir.read(path)
+    if record is None:
+        raise UserError(f"{path} is not a workdir: it holds no config.json")
+    missing = [name for name in record.objects if name not in objects and name != "data"]
+    if missing:
+        names = ", ".join(f"{name}=…" for name in missing)
+        raise UserError(f"the run in {path} was given {', '.join(missing)} as objects; load(workdir, {names})")
+    spec = Dataset(
+        name=str(record.config.data.name),
+        spec=record.spec,
+        num_classes=record.num_classes,
+        class_names=record.class_names,
+        open=dict,
+    )
+    config = record.config.copy_and_resolve_references()
+    with config.unlocked():
+        config.precision = record.precision
+        # Loading asks for no machine: whatever is here will do.
+        config.platform, config.devices, config.mesh, config.sharding_rules = "", 1, (("data", -1),), ()
+    # A stand-in of the same shapes: the data itself is not needed, and may be on another machine.
+    job = build(config, **objects | {"data": sources.synthetic(spec)})
+    checkpoints = checkpoint.Checkpoints(path / "checkpoints")
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None:
+        raise UserError(f"{path} holds no checkpoint")
+    wanted = {"state": job.abstract, "sums": abstract_sums(job)}
+    return Trained(job, checkpoints.restore(chosen, wanted)["state"])

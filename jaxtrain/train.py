@@ -1,0 +1,374 @@
+"""A run, read from top to bottom: build, restore, loop, finish.
+
+    state[s + 1], metrics[s + 1] = step(state[s], batch[s])
+    batch[s]                     = data(seed, s + offset)
+
+What happens, and when, is a function of the step. The loop goes from one step at which something is due (report,
+evaluation, checkpoint, end) to the next, and returns to Python in between only to hand out the next batch.
+"""
+
+import contextlib
+import dataclasses
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxtrain import config as configs
+from jaxtrain import devices, environment, precision, workdir
+from jaxtrain.advance import abstract_sums, checked_advance, plain_advance, zero_sums
+from jaxtrain.behind import Behind, Interval
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.curves import in_notebook
+from jaxtrain.data.feed import Feed
+from jaxtrain.describe import facts
+from jaxtrain.due import Due
+from jaxtrain.errors import NonFiniteError, UserError
+from jaxtrain.initialise import initialised
+from jaxtrain.job import Job, build
+from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
+from jaxtrain.profiler import profiler
+from jaxtrain.report import Report
+from jaxtrain.result import Result
+from jaxtrain.stopping import Stopped, Stopper
+
+IN_FLIGHT = 16  # steps handed to the device and not yet waited for; more would only hold memory
+
+
+def run(
+    config: ConfigDict,
+    workdir: str | Path | None = None,
+    *,
+    mode: str = "train",
+    profile: tuple[int, int] | None = None,
+    debug: bool = False,
+    state: Any = None,
+    **objects: Any,
+) -> Result:
+    """Trains (or, with mode="eval", evaluates a workdir) and returns what came out.
+
+    Without a workdir nothing is written. With one, running the same config again resumes it, bit by bit. `state`
+    carries on from a state in memory, for example an earlier `Result.state`. `objects` (model, task, data, step)
+    stand in for the config's parts, see `jaxtrain.job.build`. A signal (Ctrl-C, SIGTERM, a notebook's Stop) ends the
+    run after the step, saved; the result then says so. Raises UserError for a mistake, before anything is written;
+    NonFiniteError and StorageError for what can happen later.
+    """
+    config = configs.checked(config)
+    devices.prepare(config)
+    folder = None if workdir is None else Path(workdir).absolute()
+    config, notes = continued(config, folder, mode, objects)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(Stopper())
+        job = build(config, **objects)
+        stack.enter_context(precision.scope(job.parts.policy))
+        if mode == "eval":
+            return evaluate(job, folder, stop)
+        report = stack.enter_context(open_report(job, folder))
+        report.header(facts(job, folder, notes))
+        checkpoints = stack.enter_context(open_checkpoints(job, folder, report)) if folder else None
+        state, sums = start(job, checkpoints, report, state)
+        if folder:
+            record(job, folder, objects, report)
+        loop = Loop(job, report, checkpoints, stop, state, sums, profile=profile, debug=debug)
+        loop.run()
+        return finish(loop, folder)
+
+
+def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any) -> tuple[Any, Any]:
+    """The state to begin with, and the sums of a report interval that a checkpoint cut in two."""
+    latest = checkpoints.latest() if checkpoints else None
+    if latest is not None and checkpoints is not None:
+        if latest > job.total_steps:
+            raise UserError(
+                f"the workdir holds step {latest}, and config.total is {job.total_steps} steps; "
+                "take another workdir, or a longer total"
+            )
+        if state is not None:
+            raise UserError(
+                f"the workdir holds step {latest}, and a state was given too; take another workdir"
+            )
+        report.cut(latest)
+        restored = checkpoints.restore(latest, {"state": job.abstract, "sums": abstract_sums(job)})
+        report.say(f"resumed at step {latest}")
+        return restored["state"], restored["sums"]
+    report.cut(0)
+    if state is None:
+        state = job.initial()
+        if job.config.init_from:
+            state = initialised(job, state, report.say)
+    else:
+        # The loop donates its state; the caller keeps the one it gave.
+        state = jax.tree.map(
+            lambda leaf, like: jax.device_put(jnp.copy(leaf), like.sharding), state, job.abstract
+        )
+    return state, zero_sums(job)
+
+
+@dataclasses.dataclass
+class Loop:
+    """From one step at which something is due to the next."""
+
+    job: Job
+    report: Report
+    checkpoints: Checkpoints | None
+    stop: Stopper
+    state: Any
+    sums: Any
+    profile: tuple[int, int] | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.job.config
+        self.step = int(self.state.step)
+        self.zeros = zero_sums(self.job)
+        self.behind = Behind(self.report, config.batch_size, self.refuse_nonfinite)
+        self.due = Due(intervals(self.job), max(self.job.total_steps, self.step), self.profile or ())
+        self.advance = checked_advance(self.job) if self.debug else plain_advance(self.job)
+        self.best_state: Any = None  # without a workdir, where no checkpoint keeps it
+        self.began = self.saved_at = time.monotonic()
+        self.compiled = False
+        self.since, self.seconds, self.waited = self.step, 0.0, 0.0  # the report interval so far
+
+    def run(self) -> None:
+        """Until the last step, a signal, `max_minutes` or the end of patience."""
+        if self.complete():
+            self.report.say(f"already finished at step {self.step}")
+            return
+        start = self.step + int(self.state.offset)
+        with self.job.batches(start) as batches, profiler(self.report, self.profile) as trace:
+            while not (self.complete() or self.interrupted()):
+                trace(self.step)
+                self.span(batches, self.due.next(self.step))
+                due = self.due.at(self.step)
+                if "report" in due or self.interrupted():
+                    self.write_interval()
+                best = self.evaluate(due)
+                if self.complete() or self.interrupted():
+                    self.write_interval()
+                if best or self.save_is_due(due):
+                    self.save(best)
+
+    def span(self, batches: Feed, until: int) -> None:
+        """Hands steps to the device, up to `until` or an interruption. Nothing here reads a result."""
+        began, waited = time.monotonic(), batches.waited
+        mark = self.sums
+        with jax.transfer_guard("allow" if self.debug else "disallow"):
+            while self.step < until:
+                self.state, self.sums = self.advance(self.state, self.sums, next(batches))
+                self.step += 1
+                if not self.compiled:  # the first call compiles: that is no part of the speed
+                    self.compiled, began, waited = True, time.monotonic(), batches.waited
+                if self.step % IN_FLIGHT == 0:
+                    jax.block_until_ready(mark)
+                    mark = self.sums
+                if self.interrupted() or self.minutes_passed():
+                    break
+        self.seconds += time.monotonic() - began
+        self.waited += batches.waited - waited
+
+    def write_interval(self) -> None:
+        """Ends a report interval. What is written now is the one before it."""
+        if self.step == self.since:
+            return
+        self.behind.push(Interval(self.step, self.sums, self.step - self.since, self.seconds, self.waited))
+        self.sums, self.since, self.seconds, self.waited = self.zeros, self.step, 0.0, 0.0
+
+    def evaluate(self, due: set[str]) -> bool:
+        """Runs the evaluations that are due. True where validation found the best weights so far."""
+        best = False
+        for name in due & self.job.evaluations.keys():
+            self.behind.flush()
+            self.report.status(f"evaluating {name}…")
+            try:
+                values = self.job.evaluate(name, self.state, self.stop.check)
+            except Stopped:
+                return False
+            finally:
+                self.report.status()
+            if name == "eval":
+                best = is_better(values, self.report.history, self.job.config)
+            self.report.write(self.step, values, best=best and name == "eval")
+        return best
+
+    def save(self, best: bool) -> None:
+        """Saves in the background, after the log of all steps so far is on disk."""
+        self.behind.flush()
+        self.report.flush()
+        self.saved_at = time.monotonic()
+        if self.checkpoints is not None:
+            tree = {"state": self.state, "sums": self.sums}
+            self.checkpoints.save(self.step, tree, meta={"precision": self.job.parts.policy.name}, best=best)
+        elif best and self.job.config.test == "best":
+            self.best_state = jax.tree.map(jnp.copy, self.state)
+
+    def save_is_due(self, due: set[str]) -> bool:
+        return "checkpoint" in due or self.complete() or self.interrupted() or self.minutes_passed()
+
+    def minutes_passed(self) -> bool:
+        minutes = self.job.config.checkpoint.minutes
+        return bool(minutes) and time.monotonic() - self.saved_at > 60 * minutes
+
+    def complete(self) -> bool:
+        """All steps done, or no better evaluation for as long as the config's patience lasts."""
+        return self.step >= self.due.total or out_of_patience(self.report.history, self.job.config)
+
+    def interrupted(self) -> bool:
+        """A signal came, or `max_minutes` are over."""
+        minutes = self.job.config.max_minutes
+        return bool(self.stop) or (bool(minutes) and time.monotonic() - self.began > 60 * minutes)
+
+    def refuse_nonfinite(self, values: dict[str, float]) -> None:
+        """Raises NonFiniteError where updates were left out and the config does not bear that."""
+        config = self.job.config
+        skipped, at = int(values.get("train/skipped", 0)), int(values.get("train/skipped_at", -1))
+        if at >= 0 and (config.on_nonfinite == "stop" or skipped > config.max_skipped):
+            raise NonFiniteError(
+                f"loss or gradient was not finite at step {at} ({skipped} updates left out, parameters untouched); "
+                "lower config.optimizer.learning_rate, set config.clip_norm, look with --debug, or bear it with "
+                "--config.on_nonfinite=skip"
+            )
+
+
+def finish(loop: Loop, folder: Path | None) -> Result:
+    """The last log lines and checkpoint on disk, the test split evaluated once, the summary printed."""
+    job, report = loop.job, loop.report
+    loop.behind.flush()
+    if loop.checkpoints is not None:
+        loop.checkpoints.wait()
+    tested = any(key.startswith("test/") for line in report.history for key in line)
+    if (
+        loop.complete()
+        and not loop.stop
+        and job.config.test != "no"
+        and "test" in job.evaluations
+        and not tested
+    ):
+        with contextlib.suppress(Stopped):
+            report.write(loop.step, job.evaluate("test", tested_state(loop), loop.stop.check))
+    metrics = last_values(report.history)
+    report.summary(
+        metrics=metrics,
+        step=loop.step,
+        seconds=time.monotonic() - loop.began,
+        ended="finished" if loop.complete() else f"stopped at step {loop.step} of {loop.due.total}",
+        best=best_line(report.history, job.config),
+    )
+    return Result(
+        job=job,
+        state=loop.state,
+        history=report.history,
+        metrics=metrics,
+        workdir=folder,
+        exit_code=loop.stop.exit_code,
+    )
+
+
+def tested_state(loop: Loop) -> Any:
+    """The weights that the test split judges: the last ones, or those that validation chose."""
+    if loop.job.config.test == "last":
+        return loop.state
+    if loop.checkpoints is None:
+        return loop.state if loop.best_state is None else loop.best_state
+    best = loop.checkpoints.best()
+    if best is None:
+        return loop.state
+    return loop.checkpoints.restore(best, {"state": loop.job.abstract, "sums": abstract_sums(loop.job)})[
+        "state"
+    ]
+
+
+def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
+    """All evaluations of a workdir's newest checkpoint (its best where `config.test` says so)."""
+    if folder is None or not (folder / "checkpoints").is_dir():
+        raise UserError(f"--mode=eval needs a workdir with checkpoints; {folder} has none")
+    checkpoints = Checkpoints(folder / "checkpoints")
+    step = checkpoints.best() if job.config.test == "best" else None
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise UserError(f"{folder} holds no complete checkpoint to evaluate")
+    state = checkpoints.restore(step, {"state": job.abstract, "sums": abstract_sums(job)})["state"]
+    with open_report(job, None) as report:
+        report.say(f"step {step} of {folder}")
+        for name in job.evaluations:
+            report.write(step, job.evaluate(name, state, stop.check))
+        metrics = last_values(report.history)
+    return Result(job, state, report.history, metrics, folder, stop.exit_code)
+
+
+def continued(
+    config: ConfigDict, folder: Path | None, mode: str, objects: dict[str, Any]
+) -> tuple[ConfigDict, list[str]]:
+    """The config to run in `folder`: another run's folder is refused, a choice once made by "auto" is kept."""
+    old = workdir.read(folder) if folder else None
+    if old is None or folder is None:
+        if mode == "eval":
+            raise UserError(f"--mode=eval needs the workdir of a run; {folder} is none")
+        return config, []
+    workdir.refuse_another_run(
+        folder, old, config, tuple(sorted(name for name, value in objects.items() if value is not None))
+    )
+    notes = []
+    if old.config.total != config.total:
+        notes.append(f"total was {old.config.total}, now {config.total}: continued, not reproduced")
+    if config.precision == "auto":
+        with config.unlocked():
+            config.precision = old.precision
+    return config, notes
+
+
+def open_report(job: Job, folder: Path | None) -> Report:
+    """Where the run's lines go."""
+    config = job.config
+    return Report(
+        folder,
+        total_steps=job.total_steps,
+        steps_per_epoch=float(job.steps_per_epoch),
+        batch_size=config.batch_size,
+        terminal=config.terminal,
+        tensorboard=config.tensorboard,
+        live_curves=config.terminal == "auto" and in_notebook(),
+        best=config.best,
+    )
+
+
+def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:
+    """Where the run's states go: the last `keep`, the best, and every `keep_every`-th for good."""
+    config = job.config.checkpoint
+    always = Due({"keep": job.steps_in(config.keep_every)}, 2**62) if config.keep_every else None
+    return Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        keep_every=(lambda step: bool(always.at(step))) if always else None,
+        say=report.warn,
+    )
+
+
+def record(job: Job, folder: Path, objects: dict[str, Any], report: Report) -> None:
+    """Leaves in the workdir what is run, and on what."""
+    names = tuple(sorted(name for name, value in objects.items() if value is not None))
+    workdir.write(
+        folder,
+        workdir.Record(
+            config=job.config,
+            precision=job.parts.policy.name,
+            spec=dict(job.dataset.spec),
+            num_classes=job.dataset.num_classes,
+            class_names=tuple(job.dataset.class_names),
+            objects=names,
+        ),
+    )
+    for change in environment.record(folder, environment.collect(devices=job.mesh.devices.flatten())):
+        report.warn(f"{change}: this run continues, it does not reproduce")
+
+
+def intervals(job: Job) -> dict[str, Fraction]:
+    """Name → interval in steps of all that happens again and again."""
+    config = job.config
+    wanted = {"report": config.report_every, "checkpoint": config.checkpoint.every}
+    every = {name: job.steps_in(text) for name, text in wanted.items() if text}
+    evaluations = {name: found.every for name, found in job.evaluations.items() if found.every is not None}
+    return every | evaluations

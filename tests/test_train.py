@@ -1,0 +1,311 @@
+"""The loop: what is reported, saved, evaluated and resumed, and when."""
+
+import json
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxtrain import checkpoint, train
+from jaxtrain.errors import NonFiniteError, UserError
+from jaxtrain.result import load
+
+MODELS = [dict(name="nets:Linear"), dict(name="nets:Dropout")]
+
+
+def same(a, b) -> bool:
+    """Every leaf bit-equal."""
+    leaves = [
+        [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in t]
+        for t in (jax.tree.leaves(a), jax.tree.leaves(b))
+    ]
+    return len(leaves[0]) == len(leaves[1]) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(*leaves, strict=True)
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(history):
+    return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))} for line in history]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A workdir of a run that went through, and its result."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = tiny.config(model=MODELS[1], ema=0.9, precision="float32")
+    return folder, config, train.run(config, folder, data=tiny.data())
+
+
+def test_steps_and_checkpoints_are_those_asked_for(finished):
+    folder, _, result = finished
+    assert checkpoint.Checkpoints(folder / "checkpoints").steps()[-1] == 24 == int(result.state.step)
+    train_steps = [line["step"] for line in lines(folder) if "train/loss" in line]
+    assert train_steps == [5, 10, 15, 20, 24]
+    assert [line["step"] for line in lines(folder) if "eval/accuracy" in line] == [8, 16, 24]
+    assert [line["step"] for line in lines(folder) if "test/accuracy" in line] == [24]
+
+
+def test_training_learns(finished):
+    losses = [line["train/loss"] for line in finished[2].history if "train/loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_metrics_are_means_over_their_own_interval(finished):
+    """Each line's learning rate is the one applied by the step that made its state."""
+    folder, config, _ = finished
+    for line in lines(folder):
+        if "train/learning_rate" in line:
+            assert line["train/learning_rate"] == pytest.approx(config.optimizer.learning_rate)
+
+
+def test_a_finished_run_run_again_says_so_and_changes_nothing(finished, capsys):
+    folder, config, result = finished
+    before = (folder / "metrics.jsonl").read_text()
+    again = train.run(tiny.config(model=MODELS[1], ema=0.9, terminal="plain"), folder, data=tiny.data())
+    assert again.exit_code == 0 and same(again.state, result.state)
+    assert (folder / "metrics.jsonl").read_text() == before
+    assert "already finished at step 24" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["name"])
+@pytest.mark.parametrize("stop", [3, 10, 19])
+def test_stopped_and_resumed_equals_uninterrupted(model, stop, tmp_path, monkeypatch):
+    """Reports 4, 5, 14, 28: state, log, learning rate and EMA, whatever the step of the stop."""
+    changes = dict(
+        model=model, ema=0.9, schedule=dict(name="linear"), optimizer=dict(name="adamw", learning_rate=0.01)
+    )
+    through = train.run(tiny.config(**changes), tmp_path / "a", data=tiny.data())
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Loop, "interrupted", lambda loop: loop.step >= stop)
+        stopped = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
+    assert int(stopped.state.step) == stop
+    resumed = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
+    assert same(resumed.state, through.state)
+    # An interruption ends a report interval early; what is reported at the same step is the same.
+    expected = {line["step"]: line for line in without_clock(lines(tmp_path / "a"))}
+    found = {line["step"]: line for line in without_clock(lines(tmp_path / "b"))}
+    assert expected.keys() <= found.keys()
+    assert {step: found[step].get("eval/loss") for step in expected} == {
+        step: line.get("eval/loss") for step, line in expected.items()
+    }
+
+
+def test_ids_are_those_of_one_run_and_each_comes_once_an_epoch(tmp_path):
+    """Report 4: what a step sees follows from the step alone."""
+    job = train.build(tiny.config(), data=tiny.data())
+    with job.batches(0, 24) as through:
+        whole = [np.asarray(batch["id"]) for batch in through]
+    with job.batches(11, 24) as later:
+        assert [ids.tolist() for ids in whole[11:]] == [np.asarray(batch["id"]).tolist() for batch in later]
+    assert sorted(np.concatenate(whole[:4]).tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize(("total", "every"), [("23st", "10st"), ("5st", "10st"), ("7st", "")])
+def test_the_last_step_is_always_saved(total, every, tmp_path):
+    """Report 38."""
+    config = tiny.config(total=total, checkpoint=dict(every=every, minutes=0.0, keep=3, keep_every=""))
+    train.run(config, tmp_path, data=tiny.data())
+    steps = checkpoint.Checkpoints(tmp_path / "checkpoints").steps()
+    assert steps[-1] == int(total[:-2])
+    assert train.run(config, tmp_path, data=tiny.data()).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(optimizer=dict(name="sgd", learning_rate=0.5, momentum=0.9)), "optimizer.learning_rate"),
+        (dict(model=dict(name="nets:Linear")), "model.name"),
+        (dict(batch_size=32), "batch_size"),
+        (dict(seed=1), "seed"),
+        (dict(data=dict(name="digits", validation=0.2)), "data.validation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_runs_workdir_is_refused_by_the_keys_that_differ(finished, change, named):
+    """Report 25."""
+    folder, config, _ = finished
+    other = config.copy_and_resolve_references()
+    for key, value in change.items():
+        other[key] = value
+    before = sorted(path.name for path in folder.rglob("*"))
+    with pytest.raises(UserError, match=named.replace(".", r"\.")):
+        train.run(other, folder, data=tiny.data())
+    assert sorted(path.name for path in folder.rglob("*")) == before
+
+
+def test_more_steps_of_the_same_run_are_allowed_and_fewer_are_not(tmp_path):
+    """Reports 25 and 26."""
+    train.run(tiny.config(total="10st"), tmp_path, data=tiny.data())
+    more = train.run(tiny.config(total="15st"), tmp_path, data=tiny.data())
+    assert int(more.state.step) == 15
+    with pytest.raises(UserError, match="15.*10"):
+        train.run(tiny.config(total="10st"), tmp_path, data=tiny.data())
+
+
+@pytest.mark.parametrize("place", ["devices", "report_every", "eval_every", "prefetch"])
+def test_place_and_view_keys_do_not_change_the_state(place, tmp_path):
+    values = {"devices": 2, "report_every": "3st", "eval_every": "1ep", "prefetch": 1}
+    plain = train.run(tiny.config(), data=tiny.data())
+    changed = train.run(tiny.config(**{place: values[place]}), data=tiny.data())
+    if place == "devices":  # sums over devices round differently
+        for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(changed.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    else:
+        assert same(plain.state, changed.state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_run_after_the_step_with_everything_saved(number, tmp_path):
+    """Report 37, the part that concerns training itself."""
+    config = tiny.config(total="5000st", eval_every="")
+    threading.Timer(4.0, lambda: os.kill(os.getpid(), number)).start()
+    result = train.run(config, tmp_path, data=tiny.data())
+    step = int(result.state.step)
+    assert result.exit_code == 128 + number and 0 < step < 5000
+    assert checkpoint.Checkpoints(tmp_path / "checkpoints").latest() == step
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_max_minutes_ends_cleanly_and_the_next_start_goes_on(tmp_path):
+    first = train.run(tiny.config(total="3000st", max_minutes=0.02, eval_every=""), tmp_path, data=tiny.data())
+    assert first.exit_code == 0 and 0 < int(first.state.step) < 3000
+    second = train.run(tiny.config(total="3000st", max_minutes=0.02, eval_every=""), tmp_path, data=tiny.data())
+    assert int(second.state.step) > int(first.state.step)
+
+
+@pytest.mark.parametrize("rate", [1e30, float("inf")])
+def test_a_diverging_run_stops_naming_the_step_and_keeps_good_parameters(rate, tmp_path):
+    """Report 16, the part that concerns training itself."""
+    config = tiny.config(optimizer=dict(name="sgd", learning_rate=rate), report_every="2st")
+    with pytest.raises(NonFiniteError, match="at step [1-4]"):
+        train.run(config, tmp_path, data=tiny.data())
+
+
+def test_non_finite_updates_are_left_out_and_counted_where_the_config_bears_them():
+    def poisoned(job, step):
+        return job
+
+    config = tiny.config(on_nonfinite="skip", max_skipped=3, optimizer=dict(name="sgd", learning_rate=1e30))
+    with pytest.raises(NonFiniteError, match="4 updates"):
+        train.run(config.copy_and_resolve_references(), data=tiny.data())
+
+
+def test_best_is_judged_by_validation_and_kept(tmp_path):
+    """Report 18's first half: the metric worsens, the best step stays on disk, and so does the newest."""
+    config = tiny.config(
+        optimizer=dict(name="sgd", learning_rate=3.0),
+        total="40st",
+        best="loss",
+        best_mode="min",
+        checkpoint=dict(every="8st", minutes=0.0, keep=1, keep_every=""),
+    )
+    result = train.run(config, tmp_path, data=tiny.data())
+    losses = {line["step"]: line["eval/loss"] for line in result.history if "eval/loss" in line}
+    best = min(losses, key=losses.get)
+    saved = checkpoint.Checkpoints(tmp_path / "checkpoints")
+    assert saved.best() == best and set(saved.steps()) == {best, 40}
+
+
+def test_patience_stops_early_and_the_test_split_judges_the_best(tmp_path):
+    config = tiny.config(
+        optimizer=dict(name="sgd", learning_rate=3.0), total="400st", best="loss", best_mode="min", patience=2, test="best"
+    )
+    result = train.run(config, tmp_path, data=tiny.data())
+    step = int(result.state.step)
+    assert step < 400 and step % 8 == 0
+    again = train.run(config, tmp_path, data=tiny.data())
+    assert int(again.state.step) == step
+    best = checkpoint.Checkpoints(tmp_path / "checkpoints").best()
+    chosen = load(tmp_path, step=best)
+    assert result.metrics["test/loss"] == pytest.approx(chosen.job.__class__ and _test_loss(chosen), rel=1e-5)
+
+
+def _test_loss(trained):
+    test = tiny.data().open()["test"].get(np.arange(21))
+    probabilities = trained.predict(test["image"])["probabilities"]
+    return float(-np.log(probabilities[np.arange(21), test["label"]]).mean())
+
+
+def test_logged_evaluation_is_that_of_the_saved_parameters(finished):
+    """Report 29: an independent look at the final checkpoint gives the logged value."""
+    folder, _, result = finished
+    assert result.metrics["test/loss"] == pytest.approx(_test_loss(load(folder)), rel=1e-5)
+
+
+def test_evaluating_often_does_not_change_the_parameters():
+    """Report 28."""
+    never = train.run(tiny.config(eval_every="", ema=0.9, model=MODELS[1]), data=tiny.data())
+    often = train.run(tiny.config(eval_every="5st", ema=0.9, model=MODELS[1]), data=tiny.data())
+    assert same(never.state, often.state)
+
+
+def test_the_loop_reads_no_metric_before_its_time(monkeypatch):
+    """Metrics of an interval are fetched when the next one is over, or when an evaluation or the end needs them."""
+    fetched = []
+    original = train.Behind.flush
+
+    def counted(self):
+        if self._held is not None:
+            fetched.append(self._held.step)
+        original(self)
+
+    monkeypatch.setattr(train.Behind, "flush", counted)
+    pushed = []
+    push = train.Behind.push
+    monkeypatch.setattr(train.Behind, "push", lambda self, i: (pushed.append((i.step, list(fetched))), push(self, i))[1])
+    train.run(tiny.config(eval_every="", total="20st"), data=tiny.data())
+    assert pushed == [(5, []), (10, []), (15, [5]), (20, [5, 10])]
+
+
+def test_steps_and_evaluations_compile_once(tmp_path, caplog):
+    """Report 48: 24 steps, 3 evaluations with a ragged tail, a resume."""
+    import logging
+
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level(logging.WARNING, logger="jax"):
+            train.run(tiny.config(), tmp_path, data=tiny.data())
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [r.message for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    text = [record.getMessage() for record in caplog.records if "Finished XLA compilation of" in record.getMessage()]
+    assert sum("_advance" in line for line in text) == 1, text
+    assert sum("_accumulate" in line for line in text) == 2, compiled  # validation and test: other numbers of rows
+
+
+def test_a_notebook_carries_on_from_a_state_and_keeps_its_own():
+    first = train.run(tiny.config(total="12st"), data=tiny.data())
+    second = train.run(tiny.config(total="24st"), data=tiny.data(), state=first.state)
+    assert int(second.state.step) == 24 and int(first.state.step) == 12
+    assert same(second.state, train.run(tiny.config(total="24st"), data=tiny.data()).state)
+
+
+def test_by_hand_equals_the_loop():
+    job = train.build(tiny.config(), data=tiny.data())
+    state = job.initial()
+    with job.batches(0, 24) as batches:
+        for batch in batches:
+            state, _ = job.step(state, batch)
+    assert same(state, train.run(tiny.config(), data=tiny.data()).state)
+
+
+def test_prediction_takes_any_number_of_rows(finished):
+    folder, _, result = finished
+    pictures = tiny.data().open()["test"].get(np.arange(21))["image"]
+    whole = result.predict(pictures)
+    assert whole["label"].shape == (21,) and whole["probabilities"].shape == (21, 10)
+    np.testing.assert_allclose(whole["probabilities"][:5], load(folder).predict(pictures[:5])["probabilities"], rtol=1e-5)
+
+
+def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.run(tiny.config(total="3st"), data=tiny.data())
+    assert list(tmp_path.iterdir()) == []
