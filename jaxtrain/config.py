@@ -109,20 +109,24 @@ def base_config() -> Config:
     return config.lock()
 
 
-def load(spec: str, changes: overrides.Overrides = (), *, say: Callable[[str], None] = print) -> Config:
-    """The checked config of "FILE[:ARGS]" with `changes` on top: texts "model.width=64", or a mapping of keys
-    to values.
+def load(
+    spec: str, changes: overrides.Overrides = (), *, say: Callable[[str], None] = print, **more: Any
+) -> Config:
+    """The checked config of "FILE[:ARGS]" with `changes` and `more` on top.
 
     `FILE` is a path or, when it begins with configs/, one that comes with jaxtrain; `ARGS` reach its
-    `get_config`. `say` gets a line where naming another builder drops options. Raises UserError, one line,
-    for any mistake.
+    `get_config`. `changes` are texts "model.width=64" or a mapping of keys to values; `more` is such a mapping
+    too: load("configs/digits.py", seed=3, model=dict(width=64)). `say` gets a line where naming another builder
+    drops options. Raises UserError, one line, for any mistake.
     """
     try:
         config = adopted(configfile.read(spec))
         overrides.apply(config, changes, say)
+        overrides.apply(config, more, say)
         check(config)
     except UserError as error:
-        raise UserError(str(error) if changes or spec in str(error) else f"{spec}: {error}") from error
+        from_file = not (changes or more)
+        raise UserError(f"{spec}: {error}" if from_file and spec not in str(error) else str(error)) from error
     return config
 
 

@@ -56,7 +56,7 @@ OTHER = {
     "report_every": "10st",
     "eval_every": "",
     "evals": {"train": dict(source="train", every="2ep"), "own": dict(fn=f"{ME}:own_step")},
-    "test_at_end": False,
+    "test": "no",
     "checkpoint.every": "1ep",
     "checkpoint.minutes": 0.0,
     "checkpoint.keep": 5,
@@ -455,14 +455,14 @@ def test_wrong_arguments_are_refused(write, arguments, given, expected):
 def test_an_override_is_typed_by_its_key_or_its_builders_signature(write, text, value, key, expected):
     name = write("pass")
     path = text.partition("=")[0]
-    for found in (load(name, [text]), load(name, {path: value})):
+    for found in (load(name, [text]), load(name, {path: value}), load(name, **{path: value})):
         for part in key.split("."):
             found = found[part]
         assert (found.to_dict() if hasattr(found, "to_dict") else found) == expected
 
 
 def test_nested_mappings_are_merged():
-    config = load(f"{REPOSITORY}/configs/digits.py", {"checkpoint": {"keep": 3}, "optimizer": {"b1": 0.5}})
+    config = load("configs/digits.py", {"checkpoint": {"keep": 3}}, optimizer=dict(b1=0.5))
     assert (config.checkpoint.keep, config.checkpoint.minutes) == (3, 10.0)
     assert config.optimizer.b1 == 0.5
     assert config.optimizer.name == "adamw"
