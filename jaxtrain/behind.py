@@ -14,8 +14,8 @@ class Interval:
 
     step: int  # the last one
     sums: dict[str, Any]  # monoids, on the device
-    steps: int
-    seconds: float
+    steps: int  # that the device finished in
+    seconds: float  # this time
     waited: float  # seconds of them spent waiting for input
 
 

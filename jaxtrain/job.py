@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from jaxtrain import devices, lookup, optim, precision, sharding
 from jaxtrain import model as models
-from jaxtrain.config import parse_duration
+from jaxtrain.config import checked, parse_duration
 from jaxtrain.data import augment, order, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
@@ -38,40 +38,37 @@ class Job:
     total_steps: int
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
-    precision_reason: str
 
     def initial(self) -> Any:
         """The state at step 0, on the mesh."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        return jax.jit(_init, static_argnums=0, out_shardings=shardings)(
-            self.steps.init, np.uint32(self.config.seed)
-        )
+        with precision.scope(self.parts.policy):
+            return jax.jit(_init, static_argnums=0, out_shardings=shardings)(
+                self.steps.init, np.uint32(self.config.seed)
+            )
 
     def batches(self, start: int = 0, stop: int | None = None) -> Feed:
         """Training batches of steps start, start + 1, …, as sharded arrays. Close it, or use `with`."""
-        source = self.sources["train"]
+        config, source = self.config, self.sources["train"]
         return Feed(
             source,
-            lambda step: order.ids(self.config.seed, step, self.config.batch_size, len(source)),
+            order.shuffled(config.seed, config.batch_size, len(source)),
             sharding.over_batch(self.mesh),
             start=start,
             stop=stop,
-            prefetch=self.config.prefetch,
+            prefetch=config.prefetch,
             check=self.check,
-            kind=self.config.loader,
-            threads=self.config.threads,
+            kind=config.loader,
+            threads=config.threads,
         )
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch as ShapeDtypeStructs: what the source gives, and what the feed adds."""
-        spec = dict(self.dataset.spec) | {
-            name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")
-        }
+        spec = dict(self.dataset.spec) | {name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")}
         size, where = self.config.batch_size, sharding.over_batch(self.mesh)
         return {
-            name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=where)
-            for name, leaf in spec.items()
+            name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=where) for name, leaf in spec.items()
         }
 
     def steps_in(self, text: str) -> Fraction:
@@ -81,7 +78,13 @@ class Job:
     @functools.cached_property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
         """The train step, jitted, its state donated: `state, metrics = job.step(state, batch)`."""
-        return jax.jit(self.steps.train, donate_argnums=0)
+        jitted = jax.jit(self.steps.train, donate_argnums=0)
+
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+            with precision.scope(self.parts.policy):
+                return jitted(state, batch)
+
+        return step
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -99,12 +102,11 @@ class Job:
         """By name: "eval" on validation, "test" on test, and those of `config.evals` as "eval_<name>"."""
         return dict(_evaluations(self))
 
-    def evaluate(
-        self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def evaluate(self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The values of one named evaluation."""
         predict = functools.partial(self.predict, state)
-        return self.evaluator(self.evaluations[name], state, predict, interrupt)
+        with precision.scope(self.parts.policy):
+            return self.evaluator(self.evaluations[name], state, predict, interrupt)
 
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
         """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N."""
@@ -113,29 +115,37 @@ class Job:
         arrays = dict(batch) if isinstance(batch, Mapping) else {"image": batch}
         source = sources.ArraySource({name: np.asarray(value) for name, value in arrays.items()})
         rows = []
-        with dataclasses.replace(self.evaluator, check=lambda batch: None).feed(source) as batches:
+        reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
+        with precision.scope(self.parts.policy), reader.feed(source) as batches:
             for part in batches:
                 rows.append(jax.device_get(_call(self.steps.predict, state, part)))
         return {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
 
 
-def build(
-    config: ConfigDict, *, model: Any = None, task: Any = None, data: Any = None, step: Any = None
-) -> Job:
+def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any = None, step: Any = None) -> Job:
     """The job that a checked config describes. Raises UserError for whatever does not fit together.
 
     Objects given here stand in for the config's parts: a Flax NNX class or a `Model`; a task; a `Dataset`, or
     arrays for `sources.from_arrays`; a step builder (parts, **options) -> Steps.
     """
+    config = checked(config)
     found = devices.select(config)
     mesh = sharding.make_mesh(found, config.mesh)
     _refuse_uneven(config, mesh)
     policy = precision.choose(config.precision, found[0].platform)
+    with precision.scope(policy):
+        return _built(config, mesh, policy, model, task, data, step)
+
+
+def _built(
+    config: ConfigDict, mesh: Mesh, policy: precision.Policy, model: Any, task: Any, data: Any, step: Any
+) -> Job:
+    platform = mesh.devices.flat[0].platform
     dataset = dataset_of(config, data)
     roles = dict(dataset.open())
     if "train" not in roles:
         raise UserError(f"data set {dataset.name} has no training split")
-    parts = parts_of(config, dataset, policy, len(roles["train"]), found[0].platform, model, task)
+    parts = parts_of(config, dataset, policy, len(roles["train"]), platform, model, task)
     steps = steps_of(config, parts, step)
     abstract = abstract_state(steps, mesh, config.sharding_rules)
     per_epoch = Fraction(len(roles["train"]), config.batch_size)
@@ -149,7 +159,6 @@ def build(
         total_steps=_total(config, len(roles["train"])),
         steps_per_epoch=per_epoch,
         abstract=abstract,
-        precision_reason=policy.reason,
     )
 
 
@@ -160,7 +169,7 @@ def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:
     if data is not None:
         return sources.from_arrays(data)
     dataset = lookup.build(config.data, lookup.DATASETS, "data set")
-    if config.synthetic == "yes" or (config.synthetic == "if_absent" and not _present(dataset)):
+    if config.synthetic == "yes" or (config.synthetic == "if_absent" and not dataset.present()):
         return sources.synthetic(dataset)
     return dataset
 
@@ -258,9 +267,7 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
         return Evaluation(name, found, None, every, lookup.resolve(wanted["fn"], {}, "evaluation function"))
     if "task" in wanted:
         task = lookup.build(wanted["task"], lookup.TASKS, "task", num_classes=job.dataset.num_classes)
-        return Evaluation(
-            name, found, steps_of(job.config, dataclasses.replace(job.parts, task=task)).evaluate, every
-        )
+        return Evaluation(name, found, steps_of(job.config, dataclasses.replace(job.parts, task=task)).evaluate, every)
     return Evaluation(name, found, job.steps.evaluate, every)
 
 
@@ -285,14 +292,6 @@ def _chain(wanted: Any) -> augment.Augment:
 def _total(config: ConfigDict, examples: int) -> int:
     steps = parse_duration(config.total).steps(config.batch_size, examples)
     return -(-steps.numerator // steps.denominator)  # the last step completes the last epoch
-
-
-def _present(dataset: Dataset) -> bool:
-    try:
-        dataset.open()
-    except sources.DataAbsent:
-        return False
-    return True
 
 
 def _refuse_uneven(config: ConfigDict, mesh: Mesh) -> None:

@@ -180,7 +180,12 @@ KEYS = {
         "more evaluations: name -> dict(source=split or data set, task=… or fn='pkg.mod:f', every=…)",
         dict,
     ),
-    "test_at_end": Key(True, "view", "evaluate the test split once, at the end"),
+    "test": Key(
+        "last",
+        "view",
+        "which weights the test split judges once, at the end: the last, the best on validation, or none",
+        Literal["last", "best", "no"],
+    ),
     "checkpoint.every": Key("", "view", "between two checkpoints; '': only by minutes", rule=INTERVAL),
     "checkpoint.minutes": Key(10.0, "view", "between two checkpoints; 0: not by minutes", rule=NOT_NEGATIVE),
     "checkpoint.keep": Key(2, "view", "newest checkpoints to keep; the best is kept besides", rule=POSITIVE),

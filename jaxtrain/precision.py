@@ -145,3 +145,10 @@ def adjust(scaling: Scaling, finite: jax.Array, growth_interval: int = GROWTH_IN
     grown = jnp.where(due, jnp.minimum(scaling.value * SCALE_FACTOR, LARGEST_SCALE), scaling.value)
     shrunk = jnp.maximum(scaling.value / SCALE_FACTOR, SMALLEST_SCALE)
     return LossScale(jnp.where(finite, grown, shrunk), jnp.where(due, 0, good))
+
+
+def exhausted(scaling: Scaling) -> jax.Array:
+    """Whether an overflow can not be mended by a smaller scale (bool []): there is none, or it is the smallest."""
+    if not isinstance(scaling, LossScale):
+        return jnp.ones((), bool)
+    return scaling.value <= jnp.float32(SMALLEST_SCALE)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import precision
-from jaxtrain.data import augment
+from jaxtrain.data.augment import Augment, to_unit
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import Last, Mean, empty, merge
 from jaxtrain.model import Model
@@ -29,8 +29,8 @@ class Parts:
     task: Task
     optimizer: Optimizer
     policy: precision.Policy
-    augment: augment.Augment  # train only
-    preprocess: augment.Augment  # train and evaluation, after `augment`
+    augment: Augment  # train only
+    preprocess: Augment  # train and evaluation, after `augment`
     example: Any  # the model's inputs as ShapeDtypeStructs, with a leading axis of 1
     accumulate: int = 1  # micro-batches a step
     unroll: bool = False  # micro-batches one after the other in the program, not in a compiled loop
@@ -92,6 +92,8 @@ def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainS
     grads = precision.unscale(grads, state.loss_scale)
     params, opt_state, grad_norm = parts.optimizer.update(grads, state.opt_state, state.params, learning_rate)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].total)
+    # A float16 gradient that overflows only asks for a smaller scale; it is a fault where none is smaller.
+    fault = ~finite & precision.exhausted(state.loss_scale)
     new = dataclasses.replace(
         state,
         params=params,
@@ -103,12 +105,12 @@ def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainS
     new = _where(finite, new, state)
     metrics = metrics | {"grad_norm": Mean.of(grad_norm), "learning_rate": Last(learning_rate)}
     metrics = _where(finite, metrics, empty(metrics) | {"learning_rate": Last(learning_rate)})
-    first = (state.skipped_at < 0) & ~finite
+    first = (state.skipped_at < 0) & fault
     new = dataclasses.replace(
         new,
         step=state.step + 1,
         loss_scale=precision.adjust(state.loss_scale, finite),
-        skipped=state.skipped + (~finite).astype(jnp.int32),
+        skipped=state.skipped + fault.astype(jnp.int32),
         skipped_at=jnp.where(first, state.step + 1, state.skipped_at),
     )
     return new, metrics | {"skipped": Last(new.skipped), "skipped_at": Last(new.skipped_at)}
@@ -128,7 +130,7 @@ def predict_step(state: TrainState, batch: Batch, *, parts: Parts) -> dict[str, 
 
 def prepare(batch: Batch, parts: Parts, key: jax.Array | None = None) -> dict[str, jax.Array]:
     """Pictures to [0, 1], augmentation where there is a key, then the common preprocessing."""
-    batch = augment.to_unit(batch)
+    batch = to_unit(batch)
     if key is not None:
         batch = parts.augment(key, batch)
     return parts.preprocess(key, batch)
@@ -143,12 +145,8 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
     dropout = state.stream("dropout")
 
     def loss(params: Any, model_state: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
-        outputs, model_state = parts.model.apply(
-            params, model_state, parts.task.inputs(rows), key=key, train=True
-        )
-        outputs = precision.cast(
-            outputs, parts.policy.output
-        )  # losses in float32, whatever the model computes in
+        outputs, model_state = parts.model.apply(params, model_state, parts.task.inputs(rows), key=key, train=True)
+        outputs = precision.cast(outputs, parts.policy.output)  # losses in float32, whatever the model computes in
         losses = parts.task.losses(outputs, rows)  # [B], or [] for a loss of the whole global batch
         if losses.ndim == 0:
             _refuse_parts_of_a_whole(parts)
@@ -167,9 +165,7 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
     def add(carry: Any, micro: Any) -> tuple[Any, None]:
         grads, model_state, metrics = carry
         rows, index = micro
-        more, (model_state, new) = gradient(
-            state.params, model_state, rows, jax.random.fold_in(dropout, index)
-        )
+        more, (model_state, new) = gradient(state.params, model_state, rows, jax.random.fold_in(dropout, index))
         return (jax.tree.map(jnp.add, grads, more), model_state, merge(metrics, new)), None
 
     micro = jax.tree.map(lambda x: _micro(x, parts.accumulate), dict(batch))

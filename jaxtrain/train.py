@@ -31,12 +31,11 @@ from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
+from jaxtrain.pace import Pace
 from jaxtrain.profiler import profiler
 from jaxtrain.report import Report
 from jaxtrain.result import Result
 from jaxtrain.stopping import Stopped, Stopper
-
-IN_FLIGHT = 16  # steps handed to the device and not yet waited for; more would only hold memory
 
 
 def run(
@@ -60,10 +59,10 @@ def run(
     config = configs.checked(config)
     devices.prepare(config)
     folder = None if workdir is None else Path(workdir).absolute()
-    config, notes = continued(config, folder, mode, objects)
+    resumed, notes = continued(config, folder, mode, objects)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stopper())
-        job = build(config, **objects)
+        job = build(resumed, **objects)
         stack.enter_context(precision.scope(job.parts.policy))
         if mode == "eval":
             return evaluate(job, folder, stop)
@@ -72,7 +71,7 @@ def run(
         checkpoints = stack.enter_context(open_checkpoints(job, folder, report)) if folder else None
         state, sums = start(job, checkpoints, report, state)
         if folder:
-            record(job, folder, objects, report)
+            record(job, config, folder, objects, report)
         loop = Loop(job, report, checkpoints, stop, state, sums, profile=profile, debug=debug)
         loop.run()
         return finish(loop, folder)
@@ -130,8 +129,9 @@ class Loop:
         self.advance = checked_advance(self.job) if self.debug else plain_advance(self.job)
         self.best_state: Any = None  # without a workdir, where no checkpoint keeps it
         self.began = self.saved_at = time.monotonic()
+        self.pace = Pace()
         self.compiled = False
-        self.since, self.seconds, self.waited = self.step, 0.0, 0.0  # the report interval so far
+        self.since, self.waited = self.step, 0.0  # the report interval so far
 
     def run(self) -> None:
         """Until the last step, a signal, `max_minutes` or the end of patience."""
@@ -154,33 +154,33 @@ class Loop:
 
     def span(self, batches: Feed, until: int) -> None:
         """Hands steps to the device, up to `until` or an interruption. Nothing here reads a result."""
-        began, waited = time.monotonic(), batches.waited
-        mark = self.sums
+        waited = batches.waited
+        self.pace.begin(self.step)
         with jax.transfer_guard("allow" if self.debug else "disallow"):
             while self.step < until:
                 self.state, self.sums = self.advance(self.state, self.sums, next(batches))
                 self.step += 1
-                if not self.compiled:  # the first call compiles: that is no part of the speed
-                    self.compiled, began, waited = True, time.monotonic(), batches.waited
-                if self.step % IN_FLIGHT == 0:
-                    jax.block_until_ready(mark)
-                    mark = self.sums
+                if self.compiled:
+                    self.pace.dispatched(self.step, self.sums)
+                else:  # the first call compiles: that is no part of the speed
+                    self.compiled, waited = True, batches.waited
+                    self.pace.begin(self.step)
                 if self.interrupted() or self.minutes_passed():
                     break
-        self.seconds += time.monotonic() - began
         self.waited += batches.waited - waited
 
     def write_interval(self) -> None:
         """Ends a report interval. What is written now is the one before it."""
         if self.step == self.since:
             return
-        self.behind.push(Interval(self.step, self.sums, self.step - self.since, self.seconds, self.waited))
-        self.sums, self.since, self.seconds, self.waited = self.zeros, self.step, 0.0, 0.0
+        self.behind.push(Interval(self.step, self.sums, *self.pace.take(), self.waited))
+        self.sums, self.since, self.waited = self.zeros, self.step, 0.0
 
     def evaluate(self, due: set[str]) -> bool:
         """Runs the evaluations that are due. True where validation found the best weights so far."""
         best = False
         for name in due & self.job.evaluations.keys():
+            self.pace.settle()
             self.behind.flush()
             self.report.status(f"evaluating {name}…")
             try:
@@ -196,6 +196,7 @@ class Loop:
 
     def save(self, best: bool) -> None:
         """Saves in the background, after the log of all steps so far is on disk."""
+        self.pace.settle()
         self.behind.flush()
         self.report.flush()
         self.saved_at = time.monotonic()
@@ -315,8 +316,9 @@ def continued(
     if old.config.total != config.total:
         notes.append(f"total was {old.config.total}, now {config.total}: continued, not reproduced")
     if config.precision == "auto":
-        with config.unlocked():
-            config.precision = old.precision
+        config = config.copy_and_resolve_references()
+        config.precision = old.precision
+        notes.append(f"precision {old.precision}, as chosen at the first start")
     return config, notes
 
 
@@ -347,13 +349,13 @@ def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:
     )
 
 
-def record(job: Job, folder: Path, objects: dict[str, Any], report: Report) -> None:
+def record(job: Job, config: ConfigDict, folder: Path, objects: dict[str, Any], report: Report) -> None:
     """Leaves in the workdir what is run, and on what."""
     names = tuple(sorted(name for name, value in objects.items() if value is not None))
     workdir.write(
         folder,
         workdir.Record(
-            config=job.config,
+            config=config,
             precision=job.parts.policy.name,
             spec=dict(job.dataset.spec),
             num_classes=job.dataset.num_classes,

@@ -31,8 +31,8 @@ class Task(Protocol):
     def metrics(self, outputs: Any, batch: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
         """Name → monoid over the examples where `mask`, bool [B], is true; whatever stands in the others.
 
-        Holds "loss", comparable between training and evaluation (so without smoothing), and "examples", a
-        `metrics.Count` of the mask, by which evaluation proves that it saw each example once.
+        Holds "loss", comparable between training and evaluation (so without smoothing). Evaluation adds
+        "examples", by which it proves that it saw each example once.
         """
 
     def predict(self, outputs: Any) -> dict[str, jax.Array]:

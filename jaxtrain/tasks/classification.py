@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import Count, Mean, Metrics
+from jaxtrain.metrics import Mean, Metrics
 
 Batch = Mapping[str, jax.Array]
 
@@ -56,7 +56,7 @@ class Classification:
         return (1 - self.label_smoothing) * cross_entropy - self.label_smoothing * jnp.mean(log_p, axis=-1)
 
     def metrics(self, outputs: jax.Array, batch: Batch, mask: jax.Array) -> Metrics:
-        """loss (without smoothing), accuracy, top<k>_accuracy, examples, over the rows where `mask` is true.
+        """loss (without smoothing), accuracy, top<k>_accuracy, over the rows where `mask` is true.
 
         On mixed pictures a hit counts by the weight of the label that was hit, as in mixup's own code.
         """
@@ -69,7 +69,6 @@ class Classification:
         found = {
             "loss": mean(lambda label: self._cross_entropy(log_p, label)),
             "accuracy": mean(lambda label: self._hits(logits, label, 1)),
-            "examples": Count.of(mask),
         }
         if self.top_k:
             found[f"top{self.top_k}_accuracy"] = mean(lambda label: self._hits(logits, label, self.top_k))
