@@ -39,4 +39,4 @@ class Scalar(nnx.Module):
 
     def __call__(self, x):
         total = x.reshape(x.shape[0], -1).mean(axis=1, keepdims=True)
-        return total @ self.kernel[...] + self.bias[...]
+        return total @ self.kernel[...] + self.bias[...][None]
