@@ -1,8 +1,15 @@
 """Hostile conditions for every test: eight simulated devices, warnings as errors, no silent rank promotion."""
 
+import atexit
 import os
 import pathlib
+import shutil
+import tempfile
 
+# Tests compile the same small programs again and again: each of them once a session is enough.
+CACHE = tempfile.mkdtemp(prefix="jaxtrain-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -11,6 +18,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 

@@ -181,7 +181,7 @@ def test_max_minutes_ends_cleanly_and_the_next_start_goes_on(tmp_path):
     assert int(second.state.step) > int(first.state.step)
 
 
-@pytest.mark.parametrize("rate", [1e30, 1e10])
+@pytest.mark.parametrize("rate", [1e30, 1e25])
 def test_a_diverging_run_stops_naming_the_step_and_keeps_good_parameters(rate, tmp_path):
     """Report 16, the part that concerns training itself."""
     config = tiny.config(optimizer=dict(name="sgd", learning_rate=rate), report_every="2st")

@@ -21,7 +21,6 @@ def config(**changes: Any):
     config.checkpoint = dict(every="10st", minutes=0.0, keep=2, keep_every="")
     config.terminal = "quiet"
     config.tensorboard = False
-    config.compile_cache = ""
     for key, value in changes.items():
         config[key] = value
     return config
