@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-IN_FLIGHT = 16  # steps handed to the device and not yet finished; more would only hold memory
+IN_FLIGHT = 16  # steps handed to the device and not yet finished, at most: more would only hold memory
+AHEAD = 0.2  # seconds of work in flight, at most: a signal waits for it (but for two steps, so that none idles)
 
 
 class Pace:
@@ -19,6 +20,7 @@ class Pace:
     def __init__(self) -> None:
         self._waiting: collections.deque[tuple[int, jax.Array]] = collections.deque()
         self._since = self._done = (0, 0.0)  # (step, time)
+        self._limit = 2
 
     def begin(self, step: int) -> None:
         """Steps after `step` come now."""
@@ -28,10 +30,17 @@ class Pace:
     def dispatched(self, step: int, result: Any) -> None:
         """`result` (a tree of arrays) is being made by `step`. Waits where too many steps are in flight."""
         self._waiting.append((step, jax.tree.leaves(result)[0]))
-        if len(self._waiting) > IN_FLIGHT:
+        while len(self._waiting) > self._limit:
             self._waiting[0][1].block_until_ready()
+            self._finished()
         while self._waiting and self._waiting[0][1].is_ready():
-            self._done = (self._waiting.popleft()[0], time.monotonic())
+            self._finished()
+
+    def _finished(self) -> None:
+        step, now = self._waiting.popleft()[0], time.monotonic()
+        seconds = (now - self._done[1]) / max(1, step - self._done[0])
+        self._limit = int(min(IN_FLIGHT, max(2, AHEAD / max(seconds, 1e-6))))
+        self._done = (step, now)
 
     def settle(self) -> None:
         """Waits for all that is in flight: before something that would be taken for slow steps."""
