@@ -3,7 +3,8 @@
     import jaxtrain
     config = jaxtrain.load_config("configs/digits.py")
     result = jaxtrain.train.run(config)
-    jaxtrain.load("runs/digits-1a2b3c4d").predict(pictures)
+    result.predict(pictures)
+    jaxtrain.load("runs/digits-1a2b3c4d").predict(pictures)  # later, where the run was given a workdir
 
 Nothing is imported before it is asked for: `import jaxtrain` costs a millisecond, and JAX's flags can still be set.
 """
@@ -16,11 +17,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "load_config": ("jaxtrain.config", "load"),
     "base_config": ("jaxtrain.config", "base_config"),
+    "curves": ("jaxtrain.curves", ""),
     "load": ("jaxtrain.result", "load"),
     "run": ("jaxtrain.train", "run"),
     "train": ("jaxtrain.train", ""),
 }
-__all__ = ["base_config", "load", "load_config", "run", "train"]
+__all__ = ["base_config", "curves", "load", "load_config", "run", "train"]
 
 
 def __getattr__(name: str) -> Any:

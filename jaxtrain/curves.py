@@ -16,6 +16,7 @@ from jaxtrain.wording import Facts, Line, Summary
 
 History = Sequence[dict[str, float]]
 _COLOURS = {"train": "#8b949e", "eval": "#1f77b4", "test": "#2ca02c"}
+_POINTS = 78  # screen pixels for an inch of a figure: a 4.6 inch panel beside another fills 720
 _SHARE = 0.05  # of the run's time at most goes into drawing
 _INSTALL = "curves need matplotlib: pip install matplotlib"
 
@@ -51,6 +52,8 @@ class Curves(Sink):
 
     def header(self, facts: Facts) -> None:
         self._able = self._check()  # and imports what takes its time, before there is anything to wait for
+        if self._able and self._handle is None:
+            self._show(_Nothing())  # holds the place: all that is printed from now on comes below
 
     def write(self, line: Line) -> None:
         if time.monotonic() >= self._next:
@@ -64,16 +67,22 @@ class Curves(Sink):
             self._able = self._check()
         if not self._able:
             return
-        from IPython.display import Image, display
+        from IPython.display import Image
 
         begun = time.monotonic()
-        image = Image(data=_png(plot(self._history)), format="png", width=720)
-        if self._handle is None:
-            self._handle = display(image, display_id=True)
-        else:
-            self._handle.update(image)
+        figure = plot(self._history)
+        image = Image(data=_png(figure), format="png", width=_width(figure))
+        self._show(image)
         now = time.monotonic()
         self._next = now + max((now - begun) / _SHARE, 1.0)
+
+    def _show(self, picture: Any) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(picture, display_id=True)
+        else:
+            self._handle.update(picture)
 
     def _check(self) -> bool:
         if not in_notebook():
@@ -86,6 +95,13 @@ class Curves(Sink):
         return False
 
 
+class _Nothing:
+    """Shown as nothing."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
@@ -96,13 +112,18 @@ def _let_notebook_show(figure_type: type) -> None:
     """IPython shows figures as pictures only after pyplot was imported; these need no pyplot."""
     pictures = sys.modules["IPython"].get_ipython().display_formatter.formatters["image/png"]
     if figure_type not in pictures:
-        pictures.for_type(figure_type, _png)
+        pictures.for_type(figure_type, lambda figure: (_png(figure), {"width": _width(figure)}))
 
 
 def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
     return buffer.getvalue()
+
+
+def _width(figure: Any) -> int:
+    """In screen pixels: half of the picture's own or less, so that it is sharp."""
+    return round(_POINTS * figure.get_figwidth())
 
 
 def _installed() -> bool:
@@ -129,7 +150,8 @@ def _draw(axes: Any, history: History, metric: str) -> None:
         lowest = min([lowest, *values])
         mark = "o" if len(steps) == 1 else "" if group == "train" else "."
         label = "train" if group == "train" else wording.evaluation(group)
-        axes.plot(steps, values, marker=mark, color=_COLOURS.get(group), label=label, linewidth=1.4)
+        line = "none" if len(steps) == 1 else "-"
+        axes.plot(steps, values, ls=line, marker=mark, color=_COLOURS.get(group), label=label, linewidth=1.4)
     axes.set(xlabel="step", title=wording.label(metric))
     if metric == "loss" and 0 < lowest < math.inf:
         axes.set_yscale("log")

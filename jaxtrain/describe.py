@@ -21,7 +21,7 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
         devices=_devices(job),
         precision=f"{job.parts.policy.name} ({job.parts.policy.reason})",
         data=_data(job),
-        model=_named(config.model),
+        model=_part(job, "model"),
         optimizer=f"{_named(config.optimizer)}, schedule {_named(config.schedule)}",
         steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples, "
         f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps",
@@ -40,9 +40,7 @@ def describe(config: ConfigDict) -> str:
     rows = [(row.path, row.shape, f"{row.count:,}") for row in shown.parameters]
     rows.append(("total", "", f"{shown.total:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = "\n".join(
-        f"  {path:{widths[0]}}  {shape:{widths[1]}}  {count:>{widths[2]}}" for path, shape, count in rows
-    )
+    table = "\n".join(f"  {path:{widths[0]}}  {shape:{widths[1]}}  {count:>{widths[2]}}" for path, shape, count in rows)
     lines = "\n".join(f"  {label:9}  {text}" for label, text in shown.rows())
     return f"{render_config(job.config, kinds)}\n\nrun\n{lines}\n\nparameters\n{table}"
 
@@ -64,13 +62,17 @@ def _data(job: Job) -> str:
     return f"{job.dataset.name}: {sizes}; {shapes}{classes}"
 
 
+def _part(job: Job, kind: str) -> str:
+    return f"{job.objects[kind]}, given as an object" if kind in job.objects else _named(job.config[kind])
+
+
 def _named(part: ConfigDict) -> str:
     options = {name: value for name, value in part.items() if name != "name"}
     return f"{part.name}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
 def _remarks(job: Job) -> list[str]:
-    remarks = []
+    remarks = [f"{kind} {_part(job, kind)}" for kind in ("task", "step") if kind in job.objects]
     if job.config.accumulate > 1 and getattr(job.abstract, "model_state", None):
         remarks.append(
             f"batch statistics are per micro-batch of {job.config.batch_size // job.config.accumulate} examples"

@@ -6,6 +6,10 @@ class JaxtrainError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows (IPython asks for it by this name): the line alone."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UserError(JaxtrainError):
     """A mistake in the config, on the command line or in the data: nothing was written."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import devices, lookup, optim, precision, sharding
+from jaxtrain import contract, devices, lookup, optim, precision, sharding
 from jaxtrain import model as models
 from jaxtrain.config import checked, parse_duration
 from jaxtrain.data import augment, order, sources
@@ -38,6 +38,10 @@ class Job:
     total_steps: int
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
+    objects: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts given as objects: kind → its name
+
+    def __repr__(self) -> str:
+        return f"Job({self.dataset.name}, {self.total_steps:,} steps of {self.config.batch_size:,} examples)"
 
     def initial(self) -> Any:
         """The state at step 0, on the mesh."""
@@ -87,6 +91,16 @@ class Job:
         return step
 
     @functools.cached_property
+    def outcome(self) -> dict[str, Any]:
+        """The metrics of one train step as ShapeDtypeStructs. Raises UserError for a step that breaks its contract."""
+        with precision.scope(self.parts.policy):
+            return contract.outcome(self.steps, self.step_name, self.abstract, self.abstract_batch)
+
+    @property
+    def step_name(self) -> str:
+        return self.objects.get("step", self.config.step.name)
+
+    @functools.cached_property
     def evaluator(self) -> Evaluator:
         """Runs the evaluations of this job."""
         config = self.config
@@ -111,9 +125,8 @@ class Job:
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
         """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N."""
         if self.steps.predict is None:
-            raise UserError(f"step {self.config.step.name!r} brings no predict function")
-        arrays = dict(batch) if isinstance(batch, Mapping) else {"image": batch}
-        source = sources.ArraySource({name: np.asarray(value) for name, value in arrays.items()})
+            raise UserError(f"step {self.step_name} brings no predict function")
+        source = sources.ArraySource(contract.inputs(batch, self.dataset.spec))
         rows = []
         reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
         with precision.scope(self.parts.policy), reader.feed(source) as batches:
@@ -126,7 +139,7 @@ def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any 
     """The job that a checked config describes. Raises UserError for whatever does not fit together.
 
     Objects given here stand in for the config's parts: a Flax NNX class or a `Model`; a task; a `Dataset`, or
-    arrays for `sources.from_arrays`; a step builder (parts, **options) -> Steps.
+    arrays for `sources.from_arrays`; a function of the `Parts` that returns `Steps`.
     """
     config = checked(config)
     found = devices.select(config)
@@ -149,6 +162,7 @@ def _built(
     steps = steps_of(config, parts, step)
     abstract = abstract_state(steps, mesh, config.sharding_rules)
     per_epoch = Fraction(len(roles["train"]), config.batch_size)
+    given = {"model": model, "task": task, "data": data, "step": step}
     return Job(
         config=config,
         mesh=mesh,
@@ -159,6 +173,7 @@ def _built(
         total_steps=_total(config, len(roles["train"])),
         steps_per_epoch=per_epoch,
         abstract=abstract,
+        objects={kind: contract.label(value) for kind, value in given.items() if value is not None},
     )
 
 
@@ -184,8 +199,8 @@ def parts_of(
     task: Any = None,
 ) -> Parts:
     """The functions that the step is made of. Nothing is computed and no data is read."""
-    supplied = {"num_classes": dataset.num_classes, "dtype": policy.compute}
-    if task is None or isinstance(task, str):
+    supplied: dict[str, Any] = {"num_classes": dataset.num_classes, "dtype": policy.compute}
+    if task is None or isinstance(task, (str, Mapping)):
         task = lookup.build(task or config.task, lookup.TASKS, "task", **supplied)
     preprocess = _chain(config.preprocess)
     batch = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in dataset.spec.items()}
@@ -217,9 +232,10 @@ def parts_of(
 
 def steps_of(config: ConfigDict, parts: Parts, step: Any = None) -> Steps:
     """init, train, evaluate and predict of `config.step`, or of a builder given in a notebook."""
-    if step is not None:
-        return step(parts)
-    return lookup.build(config.step, lookup.STEPS, "step", parts=parts)
+    if step is None or isinstance(step, (str, Mapping)):
+        named = config.step if step is None else step
+        return contract.checked_steps(lookup.build(named, lookup.STEPS, "step", parts=parts), contract.label(named))
+    return contract.checked_steps(contract.called_steps(step, parts), contract.label(step))
 
 
 def abstract_state(steps: Steps, mesh: Mesh, rules: sharding.Rules) -> Any:
@@ -240,18 +256,14 @@ def _evaluations(job: Job) -> Iterator[tuple[str, Evaluation]]:
     def every(text: str) -> Fraction | None:
         return job.steps_in(text) if text else None
 
-    if "validation" in job.sources:
-        yield (
-            "eval",
-            Evaluation("eval", job.sources["validation"], job.steps.evaluate, every(config.eval_every)),
-        )
-    if "test" in job.sources:
-        yield "test", Evaluation("test", job.sources["test"], job.steps.evaluate, None)
+    step = job.steps.evaluate  # a step of a user's own may bring none
+    if step is not None and "validation" in job.sources:
+        yield "eval", Evaluation("eval", job.sources["validation"], step, every(config.eval_every))
+    if step is not None and "test" in job.sources:
+        yield "test", Evaluation("test", job.sources["test"], step, None)
     for name, wanted in config.evals.items():
-        yield (
-            f"eval_{name}",
-            _named(job, f"eval_{name}", wanted, every(wanted.get("every", config.eval_every))),
-        )
+        name = f"eval_{name}"
+        yield name, _named(job, name, wanted, every(wanted.get("every", config.eval_every)))
 
 
 def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | None) -> Evaluation:
@@ -268,6 +280,8 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
     if "task" in wanted:
         task = lookup.build(wanted["task"], lookup.TASKS, "task", num_classes=job.dataset.num_classes)
         return Evaluation(name, found, steps_of(job.config, dataclasses.replace(job.parts, task=task)).evaluate, every)
+    if job.steps.evaluate is None:
+        raise UserError(f"evaluation {name} has no fn, and step {job.step_name} brings no evaluate function")
     return Evaluation(name, found, job.steps.evaluate, every)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxtrain import checkpoint, workdir
+from jaxtrain import workdir
 from jaxtrain.advance import abstract_sums
+from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data import sources
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import UserError
@@ -17,7 +18,7 @@ from jaxtrain.job import Job, build
 from jaxtrain.model import Model
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Trained:
     """A model with its weights."""
 
@@ -34,8 +35,14 @@ class Trained:
 
     @property
     def params(self) -> Any:
-        """The weights that evaluation uses: the averaged ones where there are any. Nested dict of arrays."""
-        return self.state.ema["params"] if self.state.ema else self.state.params
+        """The weights that evaluation uses: the averaged ones where there are any. Nested dict of arrays.
+
+        Raises UserError where a step of a user's own keeps them elsewhere.
+        """
+        if not hasattr(self.state, "params"):
+            raise UserError(f"the state of step {self.job.step_name} has no `params`; look into .state itself")
+        averaged = getattr(self.state, "ema", ())
+        return averaged["params"] if averaged else self.state.params
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -44,12 +51,19 @@ class Trained:
     def predict(self, inputs: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
         """Predictions for raw inputs as the data set holds them (for pictures: uint8 [N, H, W, C], any N).
 
-        For classification: {"label": int32 [N], "probabilities": float32 [N, classes]}.
+        For classification: {"label": int32 [N], "probabilities": float32 [N, classes]}. Raises UserError for
+        inputs of another shape or kind than those of the training.
         """
         return self.job.predict(self.state, inputs)
 
+    def __repr__(self) -> str:  # what a notebook shows: not the arrays
+        return f"{type(self).__name__}({', '.join(self._facts())})"
 
-@dataclasses.dataclass(frozen=True)
+    def _facts(self) -> list[str]:
+        return [f"step {int(self.state.step):,}"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result(Trained):
     """How a run ended."""
 
@@ -58,12 +72,19 @@ class Result(Trained):
     workdir: Path | None
     exit_code: int  # 0; 130 or 143 where a signal ended the run
 
+    def _facts(self) -> list[str]:
+        step, total = int(self.state.step), self.job.total_steps
+        shown = [f"{name} {value:.4g}" for name, value in self.metrics.items() if name.endswith(("/accuracy", "/loss"))]
+        where = [f"workdir {str(self.workdir)!r}"] if self.workdir else []
+        return [f"step {step:,} of {max(step, total):,}", *shown, *where]
 
-def load(folder: str | Path, *, step: int | None = None, **objects: Any) -> Trained:
+
+def load(folder: str | Path, *, checkpoint: int | None = None, **objects: Any) -> Trained:
     """Model, weights and config of a workdir, ready to predict; neither the data set nor its files are needed.
 
-    `step` chooses a checkpoint, by default the newest good one. Parts that were objects in the notebook that
-    trained them (`model`, `task`, `step`) are given again by keyword. Raises UserError where something is missing.
+    `checkpoint` is the step of the one to take, by default the newest good one. Parts that were objects in the
+    notebook that trained them (`model`, `task`, `step`) are given again by keyword. Raises UserError where something
+    is missing.
     """
     path = Path(folder).absolute()
     record = workdir.read(path)
@@ -79,6 +100,7 @@ def load(folder: str | Path, *, step: int | None = None, **objects: Any) -> Trai
         num_classes=record.num_classes,
         class_names=record.class_names,
         open=dict,
+        sizes=record.sizes,
     )
     config = record.config.copy_and_resolve_references()
     with config.unlocked():
@@ -87,8 +109,8 @@ def load(folder: str | Path, *, step: int | None = None, **objects: Any) -> Trai
         config.platform, config.devices, config.mesh, config.sharding_rules = "", 1, (("data", -1),), ()
     # A stand-in of the same shapes: the data itself is not needed, and may be on another machine.
     job = build(config, **objects | {"data": sources.synthetic(spec)})
-    checkpoints = checkpoint.Checkpoints(path / "checkpoints")
-    chosen = checkpoints.latest() if step is None else step
+    checkpoints = Checkpoints(path / "checkpoints")
+    chosen = checkpoints.latest() if checkpoint is None else checkpoint
     if chosen is None:
         raise UserError(f"{path} holds no checkpoint")
     wanted = {"state": job.abstract, "sums": abstract_sums(job)}

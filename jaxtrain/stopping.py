@@ -1,9 +1,17 @@
-"""SIGTERM and Ctrl-C: finish the step, save, leave. A second one stops at once."""
+"""SIGTERM and Ctrl-C: finish the step, save, leave. A second one stops at once.
+
+A notebook's Stop is a Ctrl-C. There, the second one ends the cell and not the kernel, and two clicks in a row are one.
+"""
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+from jaxtrain.curves import in_notebook
+
+DOUBLE_CLICK = 1.0  # seconds
 
 
 class Stopped(Exception):
@@ -18,6 +26,7 @@ class Stopper:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at = 0.0  # when it came
         self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -46,7 +55,11 @@ class Stopper:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:  # the second one: whoever sends it does not want to wait
+        now, before = time.monotonic(), self._at
+        if self.signal is None:
+            self.signal, self._at = number, now
+        elif not in_notebook():  # the second one: whoever sends it does not want to wait
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.signal = number
+        elif now - before > DOUBLE_CLICK:
+            raise KeyboardInterrupt

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
-from jaxtrain import devices, environment, precision, workdir
+from jaxtrain import contract, devices, environment, precision, workdir
 from jaxtrain.advance import abstract_sums, checked_advance, plain_advance, zero_sums
 from jaxtrain.behind import Behind, Interval
 from jaxtrain.checkpoint import Checkpoints
@@ -87,9 +87,7 @@ def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any)
                 "take another workdir, or a longer total"
             )
         if state is not None:
-            raise UserError(
-                f"the workdir holds step {latest}, and a state was given too; take another workdir"
-            )
+            raise UserError(f"the workdir holds step {latest}, and a state was given too; take another workdir")
         report.cut(latest)
         restored = checkpoints.restore(latest, {"state": job.abstract, "sums": abstract_sums(job)})
         report.say(f"resumed at step {latest}")
@@ -100,10 +98,9 @@ def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any)
         if job.config.init_from:
             state = initialised(job, state, report.say)
     else:
+        contract.refuse_unusable_state(job.abstract, state)
         # The loop donates its state; the caller keeps the one it gave.
-        state = jax.tree.map(
-            lambda leaf, like: jax.device_put(jnp.copy(leaf), like.sharding), state, job.abstract
-        )
+        state = jax.tree.map(lambda leaf, like: jax.device_put(jnp.copy(leaf), like.sharding), state, job.abstract)
     return state, zero_sums(job)
 
 
@@ -137,6 +134,8 @@ class Loop:
         """Until the last step, a signal, `max_minutes` or the end of patience."""
         if self.complete():
             self.report.say(f"already finished at step {self.step}")
+            if self.checkpoints is not None and self.checkpoints.latest() is None:  # a state from memory, to be kept
+                self.save(best=False)
             return
         start = self.step + int(self.state.offset)
         with self.job.batches(start) as batches, profiler(self.report, self.profile) as trace:
@@ -198,6 +197,7 @@ class Loop:
         """Saves in the background, after the log of all steps so far is on disk."""
         self.pace.settle()
         self.behind.flush()
+        contract.refuse_miscount(self.job.step_name, int(self.state.step), self.step)
         self.report.flush()
         self.saved_at = time.monotonic()
         if self.checkpoints is not None:
@@ -241,13 +241,7 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     if loop.checkpoints is not None:
         loop.checkpoints.wait()
     tested = any(key.startswith("test/") for line in report.history for key in line)
-    if (
-        loop.complete()
-        and not loop.stop
-        and job.config.test != "no"
-        and "test" in job.evaluations
-        and not tested
-    ):
+    if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:
         with contextlib.suppress(Stopped):
             report.write(loop.step, job.evaluate("test", tested_state(loop), loop.stop.check))
     metrics = last_values(report.history)
@@ -277,9 +271,7 @@ def tested_state(loop: Loop) -> Any:
     best = loop.checkpoints.best()
     if best is None:
         return loop.state
-    return loop.checkpoints.restore(best, {"state": loop.job.abstract, "sums": abstract_sums(loop.job)})[
-        "state"
-    ]
+    return loop.checkpoints.restore(best, {"state": loop.job.abstract, "sums": abstract_sums(loop.job)})["state"]
 
 
 def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
@@ -360,6 +352,7 @@ def record(job: Job, config: ConfigDict, folder: Path, objects: dict[str, Any], 
             spec=dict(job.dataset.spec),
             num_classes=job.dataset.num_classes,
             class_names=tuple(job.dataset.class_names),
+            sizes={role: len(source) for role, source in job.sources.items()},
             objects=names,
         ),
     )

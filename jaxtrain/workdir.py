@@ -26,6 +26,7 @@ class Record:
     spec: dict[str, jax.ShapeDtypeStruct]  # of one example
     num_classes: int | None
     class_names: tuple[str, ...]
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # role → examples: durations depend on it
     objects: tuple[str, ...] = ()  # parts given as objects in a notebook, which no config can name
 
 
@@ -48,6 +49,7 @@ def read(folder: Path) -> Record | None:
         spec={name: jax.ShapeDtypeStruct(tuple(s), np.dtype(d)) for name, (s, d) in data["spec"].items()},
         num_classes=data["num_classes"],
         class_names=tuple(data["class_names"]),
+        sizes=data.get("sizes", {}),
         objects=tuple(content["objects"]),
     )
 
@@ -59,11 +61,10 @@ def write(folder: Path, record: Record) -> None:
         "precision": record.precision,
         "objects": list(record.objects),
         "data": {
-            "spec": {
-                name: [list(leaf.shape), np.dtype(leaf.dtype).name] for name, leaf in record.spec.items()
-            },
+            "spec": {name: [list(leaf.shape), np.dtype(leaf.dtype).name] for name, leaf in record.spec.items()},
             "num_classes": record.num_classes,
             "class_names": list(record.class_names),
+            "sizes": record.sizes,
         },
         "config": json.loads(configs.to_json(record.config)),
     }

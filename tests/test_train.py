@@ -229,7 +229,7 @@ def test_patience_stops_early_and_the_test_split_judges_the_best(tmp_path):
     again = train.run(config, tmp_path, data=tiny.data())
     assert int(again.state.step) == step
     best = checkpoint.Checkpoints(tmp_path / "checkpoints").best()
-    chosen = load(tmp_path, step=best)
+    chosen = load(tmp_path, checkpoint=best)
     assert result.metrics["test/loss"] == pytest.approx(_test_loss(chosen), rel=1e-5)
 
 
