@@ -96,8 +96,8 @@ def refuse_miscount(name: str, found: int, expected: int) -> None:
         )
 
 
-def inputs(given: Mapping[str, Any] | Any, spec: Spec) -> dict[str, np.ndarray]:
-    """Raw inputs to predict on, as arrays [N, ...] of the shapes in `spec` (of one example), as a batch has them.
+def inputs(given: Mapping[str, Any] | Any, spec: Spec) -> ArraySource:
+    """Raw inputs to predict on, arrays [N, ...] of the shapes in `spec` (of one example).
 
     An array alone is "image". Labels are not asked for. Raises UserError for another shape, a missing array, and
     pictures that are not what was trained on: where that was uint8, floats are taken for values in [0, 1].
@@ -110,16 +110,16 @@ def inputs(given: Mapping[str, Any] | Any, spec: Spec) -> dict[str, np.ndarray]:
         if name in spec and found.shape != spec[name].shape:
             expected = ", ".join(map(str, ("N", *spec[name].shape)))
             raise UserError(f"{name} is {list(np.shape(arrays[name]))}, expected [{expected}] for N examples")
-    rows = source.get(np.arange(len(source)))
-    picture = rows.get("image")
-    if picture is not None and "image" in spec and spec["image"].dtype == np.uint8 and picture.dtype != np.uint8:
-        low, high = float(picture.min()), float(picture.max())
+    bytes_expected = "image" in spec and spec["image"].dtype == np.uint8
+    if bytes_expected and "image" in source.spec and source.spec["image"].dtype != np.uint8:
+        pictures = source.column("image")
+        low, high = float(pictures.min()), float(pictures.max())
         if not (low >= 0 and high <= 1):
             raise UserError(
-                f"images are {picture.dtype} from {low:g} to {high:g}; expected uint8, as in training, or floats "
+                f"images are {pictures.dtype} from {low:g} to {high:g}; expected uint8, as in training, or floats "
                 "in [0, 1]"
             )
-    return rows
+    return source
 
 
 def _kinds(returned: Any) -> str:

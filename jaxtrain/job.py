@@ -126,7 +126,7 @@ class Job:
         """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N."""
         if self.steps.predict is None:
             raise UserError(f"step {self.step_name} brings no predict function")
-        source = sources.ArraySource(contract.inputs(batch, self.dataset.spec))
+        source = contract.inputs(batch, self.dataset.spec)
         rows = []
         reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
         with precision.scope(self.parts.policy), reader.feed(source) as batches:
