@@ -10,9 +10,10 @@ def get_config(smoke: bool = False):
     config = base_config()
     config.data = dict(name="digits")
     config.model = dict(name="cnn")
+    config.task = dict(name="classification", label_smoothing=0.1)
     config.augment = (dict(name="crop", padding=1, mode="constant"),)
     config.preprocess = (dict(name="normalise", mean=(0.305,), std=(0.376,)),)
-    config.optimizer = dict(name="adamw", learning_rate=3e-3, weight_decay=0.05)
+    config.optimizer = dict(name="adamw", learning_rate=5e-3, weight_decay=0.1)
     config.schedule = dict(name="cosine", warmup="1ep")
     config.batch_size = 64
     config.total = "30ep"

@@ -38,6 +38,7 @@ class Job:
     total_steps: int
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
+    make_steps: Callable[[Parts], Steps]  # what made `steps` of `parts`, for an evaluation with a task of its own
     objects: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts given as objects: kind → its name
 
     def __repr__(self) -> str:
@@ -159,7 +160,8 @@ def _built(
     if "train" not in roles:
         raise UserError(f"data set {dataset.name} has no training split")
     parts = parts_of(config, dataset, policy, len(roles["train"]), platform, model, task)
-    steps = steps_of(config, parts, step)
+    make_steps = functools.partial(steps_of, config, step=step)
+    steps = make_steps(parts)
     abstract = abstract_state(steps, mesh, config.sharding_rules)
     per_epoch = Fraction(len(roles["train"]), config.batch_size)
     given = {"model": model, "task": task, "data": data, "step": step}
@@ -173,6 +175,7 @@ def _built(
         total_steps=_total(config, len(roles["train"])),
         steps_per_epoch=per_epoch,
         abstract=abstract,
+        make_steps=make_steps,
         objects={kind: contract.label(value) for kind, value in given.items() if value is not None},
     )
 
@@ -208,10 +211,16 @@ def parts_of(
     inputs = jax.eval_shape(lambda batch: task.inputs(preprocess(None, augment.to_unit(batch))), batch)
     supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None
     network = models.build_model(model if model is not None else config.model, **supplied)
-    parts = Parts(
+    optimizer = optim.build(
+        config,
+        jax.eval_shape(lambda: _params(network, inputs)),
+        _total(config, examples),
+        lambda text: parse_duration(text).steps(config.batch_size, examples),
+    )
+    return Parts(
         model=network,
         task=task,
-        optimizer=None,  # type of parameters first
+        optimizer=optimizer,
         policy=policy,
         augment=_chain(config.augment),
         preprocess=preprocess,
@@ -220,14 +229,6 @@ def parts_of(
         unroll=platform == "cpu",  # XLA runs convolutions in a compiled loop ten times slower there
         ema=config.ema,
     )
-    params = jax.eval_shape(lambda: _params(parts))
-    optimizer = optim.build(
-        config,
-        params,
-        _total(config, examples),
-        lambda text: parse_duration(text).steps(config.batch_size, examples),
-    )
-    return dataclasses.replace(parts, optimizer=optimizer)
 
 
 def steps_of(config: ConfigDict, parts: Parts, step: Any = None) -> Steps:
@@ -279,7 +280,7 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
         return Evaluation(name, found, None, every, lookup.resolve(wanted["fn"], {}, "evaluation function"))
     if "task" in wanted:
         task = lookup.build(wanted["task"], lookup.TASKS, "task", num_classes=job.dataset.num_classes)
-        return Evaluation(name, found, steps_of(job.config, dataclasses.replace(job.parts, task=task)).evaluate, every)
+        return Evaluation(name, found, job.make_steps(dataclasses.replace(job.parts, task=task)).evaluate, every)
     if job.steps.evaluate is None:
         raise UserError(f"evaluation {name} has no fn, and step {job.step_name} brings no evaluate function")
     return Evaluation(name, found, job.steps.evaluate, every)
@@ -289,9 +290,9 @@ def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
     return init(jax.random.key(seed, impl="threefry2x32"))
 
 
-def _params(parts: Parts) -> Any:
-    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), parts.example)
-    return parts.model.init(jax.random.key(0, impl="threefry2x32"), example)[0]
+def _params(model: models.Model, inputs: Any) -> Any:
+    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), inputs)
+    return model.init(jax.random.key(0, impl="threefry2x32"), example)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -18,7 +18,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._waiting: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
         self._since = self._done = (0, 0.0)  # (step, time)
         self._limit = 2
 

@@ -2,21 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
-from jaxtrain.report import Report
-
 
 @contextlib.contextmanager
-def profiler(report: Report, span: tuple[int, int] | None) -> Iterator[Callable[[int], None]]:
+def profiler(folder: Path, span: tuple[int, int] | None, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
     """Yields a function of the step that starts and stops a JAX trace at the two steps of `span`."""
     running = False
 
     def at(step: int) -> None:
         nonlocal running
         if span and not running and span[0] <= step < span[1]:
-            jax.profiler.start_trace(str(report.workdir / "profile"))
+            jax.profiler.start_trace(str(folder))
             running = True
         elif span and running and step >= span[1]:
             stop()
@@ -25,7 +24,7 @@ def profiler(report: Report, span: tuple[int, int] | None) -> Iterator[Callable[
         nonlocal running
         jax.profiler.stop_trace()
         running = False
-        report.say(f"trace written to {report.workdir / 'profile'}")
+        say(f"trace written to {folder}")
 
     try:
         yield at

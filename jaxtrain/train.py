@@ -59,6 +59,8 @@ def run(
     config = configs.checked(config)
     devices.prepare(config)
     folder = None if workdir is None else Path(workdir).absolute()
+    if profile and folder is None:
+        raise UserError("a profile is written into the workdir, and this run has none; give one")
     resumed, notes = continued(config, folder, mode, objects)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stopper())
@@ -72,7 +74,7 @@ def run(
         state, sums = start(job, checkpoints, report, state)
         if folder:
             record(job, config, folder, objects, report)
-        loop = Loop(job, report, checkpoints, stop, state, sums, profile=profile, debug=debug)
+        loop = Loop(job, report, checkpoints, stop, state, sums, folder=folder, profile=profile, debug=debug)
         loop.run()
         return finish(loop, folder)
 
@@ -114,6 +116,7 @@ class Loop:
     stop: Stopper
     state: Any
     sums: Any
+    folder: Path | None = None
     profile: tuple[int, int] | None = None
     debug: bool = False
 
@@ -138,7 +141,8 @@ class Loop:
                 self.save(best=False)
             return
         start = self.step + int(self.state.offset)
-        with self.job.batches(start) as batches, profiler(self.report, self.profile) as trace:
+        traces = (self.folder or Path()) / "profile"
+        with self.job.batches(start) as batches, profiler(traces, self.profile, self.report.say) as trace:
             while not (self.complete() or self.interrupted()):
                 trace(self.step)
                 self.span(batches, self.due.next(self.step))
@@ -286,8 +290,9 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
     state = checkpoints.restore(step, {"state": job.abstract, "sums": abstract_sums(job)})["state"]
     with open_report(job, None) as report:
         report.say(f"step {step} of {folder}")
-        for name in job.evaluations:
-            report.write(step, job.evaluate(name, state, stop.check))
+        with contextlib.suppress(Stopped):
+            for name in job.evaluations:
+                report.write(step, job.evaluate(name, state, stop.check))
         metrics = last_values(report.history)
     return Result(job, state, report.history, metrics, folder, stop.exit_code)
 

@@ -1,0 +1,105 @@
+"""The shape of the package: imports point down, nothing heavy is imported before it is needed."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxtrain"
+
+# From the command line down to the errors. A module imports only from lines below its own, or beside itself.
+ROOMS = """
+main commandline
+train
+describe result initialise
+advance
+contract job
+profiler behind judge
+evaluate
+checkpoint report environment workdir
+manifest sinks
+curves terminal stopping pace due
+panels
+parameters wording
+step
+state tasks tasks.classification
+model
+models models.cnn models.mlp models.resnet
+models.layers
+optim
+schedules
+data.feed
+data.host
+data data.tfds data.digits
+data.records
+data.example data.tensorflow_cpu
+data.sources
+data.roles data.order data.augment
+metrics precision sharding
+devices
+compilecache machine
+config
+overrides configfile
+keys
+lookup
+schema durations
+errors
+"""
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path
+
+
+def imported(path):
+    """Names of jaxtrain modules that a file imports, anywhere in it."""
+    names = {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxtrain":
+            base = (node.module or "").removeprefix("jaxtrain").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                yield inner if inner in names else base
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("jaxtrain."):
+                    yield alias.name.removeprefix("jaxtrain.")
+
+
+FLOORS = {name: number for number, line in enumerate(ROOMS.split("\n")) for name in line.split()}
+
+
+@pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if n != "__init__"], ids=lambda v: str(v))
+def test_imports_point_down(name, path):
+    assert name in FLOORS, f"{name} has no floor yet: put it into ROOMS"
+    upward = [other for other in imported(path) if other and FLOORS[other] <= FLOORS[name] and other != name]
+    assert not [other for other in upward if FLOORS[other] < FLOORS[name]], f"{name} imports upward: {upward}"
+
+
+def test_every_room_exists():
+    assert not FLOORS.keys() - {name for name, _ in modules()}
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import jaxtrain", ["jax", "flax", "numpy", "tensorflow", "rich"]),
+        ("import jaxtrain.main", ["jax", "flax", "tensorflow", "tensorflow_datasets"]),
+        ("import jaxtrain; jaxtrain.train", ["tensorflow", "tensorflow_datasets", "sklearn", "matplotlib", "tensorboardX"]),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(statement, absent):
+    code = f"{statement}; import sys; print([name for name in {absent!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda v: str(v))
+def test_a_file_is_read_in_one_sitting(name, path):
+    text = path.read_text()
+    assert text.lstrip().startswith('"""') or not text.strip(), f"{name} does not say what it is about"
+    assert len(text.splitlines()) <= 520
