@@ -86,15 +86,16 @@ def from_nnx(build: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         parts = abstract()
         if key is None and train and parts.random:
             raise UserError("a model with random layers was applied with train=True and key=None; give it a key")
+        before = _values(parts.rest, model_state)
         # Variables are made anew, in the caller's trace: NNX refuses to change those of another one.
         module = nnx.merge(
             parts.graph,
-            _filled(parts.params, params),
-            _filled(parts.rest, model_state),
-            _random_states(parts.random, key),
+            _filled(parts.params, _values(parts.params, params)),
+            _filled(parts.rest, before),
+            _filled(parts.random, _random_states(parts.random, key)),
         )
         outputs = _call(module, inputs, train)
-        return _arrays(outputs, module), _pure(_as_before(_split(module).rest, parts.rest, module))
+        return _arrays(outputs, module), _pure(_as_before(_split(module).rest, before, module))
 
     return Model(init, apply)
 
@@ -153,36 +154,40 @@ def _call(module: nnx.Module, inputs: Any, train: bool) -> Any:
     return module(**inputs, **mode) if isinstance(inputs, Mapping) else module(inputs, **mode)
 
 
-def _random_states(flat: Flat, key: jax.Array | None) -> nnx.State:
+def _random_states(random: Flat, key: jax.Array | None) -> Flat:
     """A key of its own for every stream of every module; their counters at zero."""
-    names = [path for path, variable in flat.items() if isinstance(variable, nnx.RngKey)]
-    if not names:
-        return nnx.State({})
-    keys = jax.random.split(jax.random.key(0) if key is None else key, len(names))
-    fresh = dict(zip(names, keys, strict=True))
-    filled = {}
-    for path, variable in flat.items():
-        value = variable.get_value()  # abstract; shaped [layers] where nnx.vmap made a stack of layers
-        if path not in fresh:
-            filled[path] = variable.replace(jnp.zeros(value.shape, value.dtype))
-        else:
-            filled[path] = variable.replace(jax.random.split(fresh[path], value.shape) if value.shape else fresh[path])
-    return nnx.from_flat_state(filled)
+    streams = [path for path, variable in random.items() if isinstance(variable, nnx.RngKey)]
+    if not streams:
+        return {}
+    keys = jax.random.split(jax.random.key(0) if key is None else key, len(streams))
+    own = dict(zip(streams, keys, strict=True))
+
+    def fresh(path: tuple[Any, ...], old: Any) -> jax.Array:
+        if path not in own:
+            return jnp.zeros(old.shape, old.dtype)
+        return jax.random.split(own[path], old.shape) if old.shape else own[path]  # [layers]: a stack by nnx.vmap
+
+    return {path: fresh(path, _value(variable)) for path, variable in random.items()}
 
 
-def _filled(flat: Flat, tree: Tree) -> nnx.State:
-    """The variables of `flat` with the values of `tree`."""
+def _filled(variables: Flat, values: Flat) -> nnx.State:
+    """New variables like the given ones, with these values."""
+
+    def new(variable: Any, value: Any) -> Any:
+        return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+
+    return nnx.from_flat_state({path: new(variable, values[path]) for path, variable in variables.items()})
+
+
+def _values(variables: Flat, tree: Tree) -> Flat:
+    """The leaves of `tree` by the paths of the variables that they belong to."""
     values = {sharding.path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    names = {path: _name(path) for path in flat}
+    names = {path: _name(path) for path in variables}
     if different := set(names.values()) ^ set(values):
         raise UserError(
             f"these are not the arrays of this model: {', '.join(sorted(different)[:3])} is in only one of the two"
         )
-    return nnx.from_flat_state({path: _replaced(variable, values[names[path]]) for path, variable in flat.items()})
-
-
-def _replaced(variable: Any, value: Any) -> Any:
-    return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+    return {path: values[name] for path, name in names.items()}
 
 
 def _pure(flat: Flat) -> Tree:
@@ -206,7 +211,7 @@ def _as_before(after: Flat, before: Flat, module: nnx.Module) -> Flat:
         raise UserError(f"{type(module).__name__} made a new variable {new[0]} in a call; make it in __init__")
     same = {}
     for path, variable in after.items():
-        value, old = _value(variable), _value(before[path])
+        value, old = _value(variable), before[path]
         if value.dtype != old.dtype and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (value, old)):
             value = value.astype(old.dtype)  # written by a layer that computes in fewer bits
         if (value.shape, value.dtype) != (old.shape, old.dtype):

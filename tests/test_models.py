@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain import precision
 from jaxtrain.errors import UserError
 from jaxtrain.model import build_model
 from jaxtrain.models.cnn import CNN
@@ -70,19 +71,21 @@ def made(name):
 
 @functools.cache
 def steps(name, dtype):
-    """The jitted train and eval functions of a model."""
+    """The jitted train and eval functions of a model, in which no dtype is promoted unasked."""
     model = built(name, dtype)
 
     def train(params, model_state, x, key):
         def loss(params):
-            out, new = model.apply(params, model_state, x, key=key, train=True)
+            with jax.numpy_dtype_promotion("strict"):
+                out, new = model.apply(params, model_state, x, key=key, train=True)
             picked = jax.nn.log_softmax(out.astype(jnp.float32))[:, 0]
             return -picked.mean(), (out, new)
 
         return jax.grad(loss, has_aux=True)(params)
 
     def evaluate(params, model_state, x):
-        return model.apply(params, model_state, x, key=None, train=False)
+        with jax.numpy_dtype_promotion("strict"):
+            return model.apply(params, model_state, x, key=None, train=False)
 
     return jax.jit(train, compiler_options=QUICK), jax.jit(evaluate, compiler_options=QUICK)
 
@@ -160,6 +163,15 @@ def test_whole_numbers_are_taken_too(part):
     x = jax.ShapeDtypeStruct((2, 8, 8, 1), jnp.uint8)
     out, _ = jax.eval_shape(lambda x: model.apply(*model.init(KEY, x), x, key=None, train=False), x)
     assert (out.shape, out.dtype) == ((2, CLASSES), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "cnn, dropout"])
+def test_float64_is_float64_throughout(name):
+    with jax.enable_x64(True):
+        wide = precision.cast(made(name), jnp.float64)
+        model = build_model(ZOO[name][0], num_classes=CLASSES, input_shape=ZOO[name][1], dtype=jnp.float64)
+        found = jax.eval_shape(functools.partial(model.apply, key=KEY, train=True), *wide)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.float64)}
 
 
 # torchvision's own numbers for ImageNet; He et al., 2015, table 6, for CIFAR-10, in tens of thousands.

@@ -62,7 +62,7 @@ def normalisation(name: Norm, features: int, scale: float = 1.0, *, dtype: Any, 
     options: dict[str, Any] = {
         "epsilon": 1e-5,
         "scale_init": nnx.initializers.constant(scale),
-        "dtype": jnp.promote_types(dtype, jnp.float32),
+        "dtype": jnp.float64 if dtype == jnp.float64 else jnp.float32,
         "rngs": rngs,
     }
     match name:
