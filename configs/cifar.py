@@ -8,12 +8,12 @@ from jaxtrain.config import base_config
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def get_config(model: str = "resnet", depth: int = 20, epochs: int = 20, smoke: bool = False):
+def get_config(model: str = "resnet", depth: int = 18, width: int = 16, epochs: int = 6, smoke: bool = False):
     config = base_config()
     config.data = dict(name="tfds", dataset="cifar10")
     config.model = dict(name=model)
     if model == "resnet":
-        config.model = dict(name="resnet", depth=depth, stem="cifar")
+        config.model = dict(name="resnet", depth=depth, width=width, stem="cifar")
     config.augment = (dict(name="flip"), dict(name="crop", padding=4))
     config.preprocess = (dict(name="normalise", mean=MEAN, std=STD),)
     config.task = dict(name="classification", label_smoothing=0.1)
@@ -24,8 +24,10 @@ def get_config(model: str = "resnet", depth: int = 20, epochs: int = 20, smoke: 
     config.total = f"{epochs}ep"
     if smoke:
         config.synthetic = "if_absent"
+        config.data.limit = 512
         config.model = dict(name="cnn", width=8)
-        config.batch_size = 16
+        config.batch_size = 32
+        config.eval_batch_size = 128
         config.total = "10st"
         config.report_every = "5st"
         config.eval_every = "10st"

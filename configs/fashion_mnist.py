@@ -19,8 +19,10 @@ def get_config(model: str = "cnn", epochs: int = 10, smoke: bool = False):
     config.total = f"{epochs}ep"
     if smoke:
         config.synthetic = "if_absent"
+        config.data.limit = 512
         config.model = dict(name="cnn", width=8)
-        config.batch_size = 16
+        config.batch_size = 32
+        config.eval_batch_size = 128
         config.total = "10st"
         config.report_every = "5st"
         config.eval_every = "10st"

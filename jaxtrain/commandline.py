@@ -35,9 +35,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         following = [each for each in rest[stray + 1 : stray + 2] if not each.startswith("-")]
         raise UserError(_explained(rest[stray], following, parser))
     if not flags.config:
-        raise UserError(
-            "no config given: python -m jaxtrain.main --config=configs/digits.py (--help tells more)"
-        )
+        raise UserError("no config given: python -m jaxtrain.main --config=configs/digits.py (--help tells more)")
     return flags, [each.removeprefix("--config.") for each in rest]
 
 

@@ -109,9 +109,7 @@ def base_config() -> Config:
     return config.lock()
 
 
-def load(
-    spec: str, changes: overrides.Overrides = (), *, say: Callable[[str], None] = print, **more: Any
-) -> Config:
+def load(spec: str, changes: overrides.Overrides = (), *, say: Callable[[str], None] = print, **more: Any) -> Config:
     """The checked config of "FILE[:ARGS]" with `changes` and `more` on top.
 
     `FILE` is a path or, when it begins with configs/, one that comes with jaxtrain; `ARGS` reach its
@@ -167,9 +165,7 @@ def adopted(config: Any) -> Config:
     result = base_config()
     missing = [key for key in result if key not in config]
     if missing:
-        raise UserError(
-            f"the config lacks {', '.join(missing[:3])}; start from jaxtrain.config.base_config()"
-        )
+        raise UserError(f"the config lacks {', '.join(missing[:3])}; start from jaxtrain.config.base_config()")
     for key in config:
         result[key] = config[key]
     return result
@@ -283,9 +279,7 @@ def _evaluation(name: str, given: Any) -> dict[str, Any]:
     return value
 
 
-def _evaluation_options(
-    source: dict | str = "", task: dict | str = "", fn: str = "", every: str = ""
-) -> None:
+def _evaluation_options(source: dict | str = "", task: dict | str = "", fn: str = "", every: str = "") -> None:
     """The signature is the schema of an evaluation."""
 
 
@@ -298,11 +292,7 @@ def _settings(config: Config) -> Iterator[tuple[str, Any, Any]]:
         if about.part is None:
             yield key, str(parse_duration(value)) if about.rule is DURATION else value, about.default
             continue
-        parts = (
-            [(key, value)]
-            if isinstance(value, dict)
-            else [(f"{key}.{n}", each) for n, each in enumerate(value)]
-        )
+        parts = [(key, value)] if isinstance(value, dict) else [(f"{key}.{n}", each) for n, each in enumerate(value)]
         for where, part in parts:
             legal = lookup.options_of(about.part, part["name"])
             for option, each in part.items():

@@ -95,9 +95,7 @@ def _located(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-        ]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
             error = SyntaxError(error.msg)

@@ -110,9 +110,7 @@ def _refuse_hidden(kind: str) -> None:
     if kind and not _may_use(kind):
         names = [name for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
         settings = " and ".join(f"{name}={os.environ[name]}" for name in names)
-        raise UserError(
-            f"config.platform is {kind!r}, but {settings or 'jax_platforms'} hides it; unset that"
-        )
+        raise UserError(f"config.platform is {kind!r}, but {settings or 'jax_platforms'} hides it; unset that")
 
 
 def _refuse_late(config: ConfigDict) -> None:

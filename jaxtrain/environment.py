@@ -63,9 +63,7 @@ def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None) -
         "processes": jax.process_count(),
         "arithmetic": {name: value for name, value in variables.items() if name in ARITHMETIC},
         "surroundings": {
-            name: value
-            for name, value in variables.items()
-            if name.startswith(SURROUNDINGS) and name not in ARITHMETIC
+            name: value for name, value in variables.items() if name.startswith(SURROUNDINGS) and name not in ARITHMETIC
         },
         "code": revision(Path(__file__).parent),
         "modules": {name: digest for name in sorted(set(modules)) if (digest := source_hash(name))},
@@ -147,9 +145,7 @@ def source_hash(module: str) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> bytes:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, check=True, timeout=5, stdin=subprocess.DEVNULL
-    ).stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=5, stdin=subprocess.DEVNULL).stdout
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -181,11 +177,7 @@ def _devices(devices: Iterable[Any]) -> str:
     """ "8 × gpu NVIDIA H100"; several kinds joined with " + "."""
     kinds: dict[str, int] = {}
     for device in devices:
-        kind = (
-            f"{device.platform} {device.device_kind}"
-            if device.device_kind != device.platform
-            else device.platform
-        )
+        kind = f"{device.platform} {device.device_kind}" if device.device_kind != device.platform else device.platform
         kinds[kind] = kinds.get(kind, 0) + 1
     return " + ".join(f"{number} × {kind}" for kind, number in kinds.items())
 

@@ -79,9 +79,7 @@ class Evaluator:
         values = compute(jax.device_get(sums))
         counted = int(values.pop("examples"))
         if counted != len(evaluation.source):
-            raise JaxtrainError(
-                f"evaluation {evaluation.name} counted {counted} of {len(evaluation.source)} examples"
-            )
+            raise JaxtrainError(f"evaluation {evaluation.name} counted {counted} of {len(evaluation.source)} examples")
         return values
 
 

@@ -62,14 +62,10 @@ NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
 POSITIVE = Rule("1 or more", lambda value: value >= 1)
 SHARE = Rule("0 or more and less than 1", lambda value: 0 <= value < 1)
 DURATION = Rule("a duration such as '10ep', '5000st' or '1Mex'", _is_duration)
-INTERVAL = Rule(
-    "a duration such as '1ep' or '50st', or '' for never", lambda text: not text or _is_duration(text)
-)
+INTERVAL = Rule("a duration such as '1ep' or '50st', or '' for never", lambda text: not text or _is_duration(text))
 REGEXES = Rule("valid regular expressions", _are_regexes)
 SEED = Rule("0 to 2³¹ - 1", lambda value: 0 <= value < 2**31)
-DEVICES = Rule(
-    "'all', a number from 1 on, or device numbers without repeats", lambda value: _are_devices(value)
-)
+DEVICES = Rule("'all', a number from 1 on, or device numbers without repeats", lambda value: _are_devices(value))
 
 
 def _are_devices(value: str | int | tuple[int, ...]) -> bool:
@@ -85,9 +81,7 @@ PATH_NUMBERS = tuple[tuple[str, float], ...]
 KEYS = {
     # What is learnt, from what, and how
     "seed": Key(0, "run", "root of every random stream and of the data order", rule=SEED),
-    "total": Key(
-        "10ep", "run", "length of the run: epochs '10ep', steps '5000st' or examples '1Mex'", rule=DURATION
-    ),
+    "total": Key("10ep", "run", "length of the run: epochs '10ep', steps '5000st' or examples '1Mex'", rule=DURATION),
     "batch_size": Key(128, "run", "examples a step, over all devices", rule=POSITIVE),
     "data": Key(dict(name="digits"), "run", "data set (its `dir` is place)", PART, part=lookup.DATASET),
     "synthetic": Key(
@@ -131,19 +125,13 @@ KEYS = {
         "of computation; parameters stay float32 (float64 with float64)",
         Literal["auto", "float32", "tensorfloat32", "bfloat16", "float16", "float64"],
     ),
-    "on_nonfinite": Key(
-        "stop", "run", "at a loss or gradient that is NaN or infinite", Literal["stop", "skip"]
-    ),
+    "on_nonfinite": Key("stop", "run", "at a loss or gradient that is NaN or infinite", Literal["stop", "skip"]),
     "max_skipped": Key(100, "run", "updates skipped before the run stops", rule=NOT_NEGATIVE),
     "best": Key("accuracy", "run", "validation metric that chooses the best checkpoint"),
     "best_mode": Key("max", "run", "whether more of it is better", Literal["max", "min"]),
-    "patience": Key(
-        0, "run", "evaluations without a better one before stopping; 0: never", rule=NOT_NEGATIVE
-    ),
+    "patience": Key(0, "run", "evaluations without a better one before stopping; 0: never", rule=NOT_NEGATIVE),
     # Place
-    "platform": Key(
-        "", "place", "'cpu', 'gpu' or 'tpu'; '': what JAX finds", Literal["", "cpu", "gpu", "tpu"]
-    ),
+    "platform": Key("", "place", "'cpu', 'gpu' or 'tpu'; '': what JAX finds", Literal["", "cpu", "gpu", "tpu"]),
     "devices": Key(
         "all",
         "place",
@@ -152,9 +140,7 @@ KEYS = {
         DEVICES,
     ),
     "device_memory": Key(0.0, "place", "share of GPU memory to take; 0: JAX's default", rule=SHARE),
-    "mesh": Key(
-        (("data", -1),), "place", "(axis, size) of the devices; -1: the rest", tuple[tuple[str, int], ...]
-    ),
+    "mesh": Key((("data", -1),), "place", "(axis, size) of the devices; -1: the rest", tuple[tuple[str, int], ...]),
     "sharding_rules": Key(
         (),
         "place",
@@ -165,15 +151,11 @@ KEYS = {
     "threads": Key(0, "place", "of the data loader; 0: what affinity and cgroup allow", rule=NOT_NEGATIVE),
     "prefetch": Key(2, "place", "batches prepared ahead", rule=NOT_NEGATIVE),
     "loader": Key("auto", "place", "how the host reads", Literal["auto", "threads", "tf.data"]),
-    "compile_cache": Key(
-        "auto", "place", "folder of compiled programs; 'auto': in the user's cache, '': none"
-    ),
+    "compile_cache": Key("auto", "place", "folder of compiled programs; 'auto': in the user's cache, '': none"),
     "eval_batch_size": Key(0, "place", "0: batch_size", rule=NOT_NEGATIVE),
     # View
     "report_every": Key("50st", "view", "between two lines of metrics", rule=DURATION),
-    "eval_every": Key(
-        "1ep", "view", "between two evaluations on validation; '': only at the end", rule=INTERVAL
-    ),
+    "eval_every": Key("1ep", "view", "between two evaluations on validation; '': only at the end", rule=INTERVAL),
     "evals": Key(
         {},
         "view",

@@ -208,9 +208,7 @@ def split(part: Part) -> tuple[str, dict[str, Any]]:
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, (Mapping, ConfigDict)) or not isinstance(part.get("name"), str):
-        raise UserError(
-            f"{part!r} is no part; write a name, or dict(name=..., option=...)".replace("\n", " ")
-        )
+        raise UserError(f"{part!r} is no part; write a name, or dict(name=..., option=...)".replace("\n", " "))
     return part["name"], {key: part[key] for key in part if key != "name"}
 
 
@@ -221,9 +219,7 @@ def checked(part: Part, kind: Kind, where: str, *, fill: bool = True) -> dict[st
     value of another type, or an option that is missing.
     """
     name, given = split(part)
-    return {"name": name} | conformed(
-        given, options_of(kind, name), f"{kind.word} {name!r}", where, fill=fill
-    )
+    return {"name": name} | conformed(given, options_of(kind, name), f"{kind.word} {name!r}", where, fill=fill)
 
 
 def conformed(
@@ -286,9 +282,7 @@ def _module(name: str, who: str) -> Any:
 
 def _function(builder: Any) -> Callable[..., Any]:
     """What takes the builder's arguments: of a class its __init__, where it has one, not its metaclass."""
-    return (
-        builder.__init__ if inspect.isclass(builder) and builder.__init__ is not object.__init__ else builder
-    )
+    return builder.__init__ if inspect.isclass(builder) and builder.__init__ is not object.__init__ else builder
 
 
 def _evaluated(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:

@@ -96,9 +96,7 @@ def _quota(root: Path) -> float:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mounts = (
-            ["sys/fs/cgroup"] if not controllers else [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"]
-        )
+        mounts = ["sys/fs/cgroup"] if not controllers else [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"]
         inside = Path(path.strip("/"))
         for mount in mounts:
             quotas += [_granted(root / mount / group) for group in (inside, *inside.parents)]

@@ -42,9 +42,7 @@ def parameter_table(params: Mapping[str, Any], limit: int = 15) -> tuple[Row, ..
     """
     full = _node("", params)
     merged = _merged(full)
-    views = itertools.chain(
-        [(full, None), (merged, None)], ((merged, depth) for depth in range(_depth(merged), 0, -1))
-    )
+    views = itertools.chain([(full, None), (merged, None)], ((merged, depth) for depth in range(_depth(merged), 0, -1)))
     rows: list[Row] = []
     for root, depth in views:
         rows = list(_rows(root, "", 1, depth))

@@ -122,9 +122,7 @@ def plain(value: Any) -> Any:
 def _conform_one(value: Any, member: Any) -> Any:
     kind = _kind(member)
     if kind is Literal:
-        if isinstance(value, SCALARS) and any(
-            type(value) is type(e) and value == e for e in typing.get_args(member)
-        ):
+        if isinstance(value, SCALARS) and any(type(value) is type(e) and value == e for e in typing.get_args(member)):
             return value
     elif kind is tuple:
         if isinstance(value, (tuple, list)):
@@ -193,12 +191,7 @@ def _parse_bare(text: str, wanted: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "dict"
-        and not node.args
-    ):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
         return {str(word.arg): _evaluate(word.value) for word in node.keywords}
     if isinstance(node, (ast.Tuple, ast.List)):
         return tuple(_evaluate(each) for each in node.elts)
@@ -219,10 +212,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _is_callable(annotation: Any) -> bool:
-    return (
-        collections.abc.Callable in (annotation, typing.get_origin(annotation))
-        or annotation is typing.Callable
-    )
+    return collections.abc.Callable in (annotation, typing.get_origin(annotation)) or annotation is typing.Callable
 
 
 def _is_mapping(value: Any) -> bool:
@@ -262,9 +252,7 @@ def _describe_one(member: Any) -> str:
         return _describe_tuple(typing.get_args(member))
     if kind is Any:
         return "a plain value"
-    return {type(None): "None", bool: "true or false", int: "an int", float: "a float", str: "text"}.get(
-        kind, "a dict"
-    )
+    return {type(None): "None", bool: "true or false", int: "an int", float: "a float", str: "text"}.get(kind, "a dict")
 
 
 def _describe_tuple(items: tuple[Any, ...]) -> str:

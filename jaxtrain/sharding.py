@@ -21,9 +21,7 @@ def make_mesh(devices: Sequence[jax.Device], axes: Sequence[tuple[str, int]] = (
     """
     names, sizes = [name for name, _ in axes], [size for _, size in axes]
     if "data" not in names or sizes.count(-1) > 1:
-        raise UserError(
-            f"config.mesh is {tuple(axes)}; it needs an axis named 'data' and at most one size of -1"
-        )
+        raise UserError(f"config.mesh is {tuple(axes)}; it needs an axis named 'data' and at most one size of -1")
     known = int(np.prod([size for size in sizes if size != -1], dtype=np.int64))
     sizes = [len(devices) // known if size == -1 else size for size in sizes]
     if int(np.prod(sizes, dtype=np.int64)) != len(devices):
@@ -77,9 +75,7 @@ def of_state(mesh: Mesh, state: Any, rules: Rules = ()) -> Any:
 def _checked(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     for size, axis in zip(shape, axes, strict=True):
         if axis is not None and axis not in mesh.shape:
-            raise UserError(
-                f"config.sharding_rules names axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}"
-            )
+            raise UserError(f"config.sharding_rules names axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}")
         if axis is not None and size % mesh.shape[axis]:
             raise UserError(
                 f"config.sharding_rules: {name} has shape {tuple(shape)}; {size} does not divide over the "

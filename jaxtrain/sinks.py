@@ -188,9 +188,9 @@ def _name(number: float) -> str:
 def _decode(text: bytes) -> Record | None:
     try:
         record = json.loads(text)
-        return {
-            name: float(number) if isinstance(number, str) else number for name, number in record.items()
-        } | {"step": int(record["step"])}
+        return {name: float(number) if isinstance(number, str) else number for name, number in record.items()} | {
+            "step": int(record["step"])
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -68,7 +68,7 @@ def init_state(key: jax.Array, *, parts: Parts) -> TrainState:
     """The state at step 0, a function of the root key alone."""
     example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), parts.example)
     params, model_state = parts.model.init(jax.random.fold_in(key, 0), example)
-    params = precision.cast(params, parts.policy.param)
+    params, model_state = precision.cast((params, model_state), parts.policy.param)
     return TrainState(
         step=counter(),
         offset=counter(),

@@ -267,9 +267,7 @@ class View:
         if self._line is None:
             spin = _SPINNER[int(8 * now) % len(_SPINNER)]
             waited = wording.countdown(now - self._begun)
-            row = Text.assemble(
-                (f" {spin} ", panels.ACCENT), self.status or "compiling…", (f"  {waited}", panels.DIM)
-            )
+            row = Text.assemble((f" {spin} ", panels.ACCENT), self.status or "compiling…", (f"  {waited}", panels.DIM))
             row.truncate(width)
             return row
         rows = [panels.progress_row(self._line, self._line_eta(now), self.status, width)]
@@ -323,9 +321,7 @@ class Recorded(Sink):
 
 
 @contextlib.contextmanager
-def record(
-    path: str | Path, *, width: int = 100, until: float = math.inf, title: str = "jaxtrain"
-) -> Iterator[None]:
+def record(path: str | Path, *, width: int = 100, until: float = math.inf, title: str = "jaxtrain") -> Iterator[None]:
     """Within it, the display of a run is drawn into an SVG picture at `path` instead of standard output.
 
         with terminal.record("docs/terminal.svg", until=0.7):

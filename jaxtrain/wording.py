@@ -216,9 +216,7 @@ def header_lines(facts: Facts) -> list[str]:
         lines.append(f"*** {SYNTHETIC}: no result of this run says anything about the real data ***")
     lines += [f"{label:<10} {text}" for label, text in facts.rows()]
     if facts.parameters:
-        path, shape = (
-            max(len(getattr(row, column)) for row in facts.parameters) for column in ("path", "shape")
-        )
+        path, shape = (max(len(getattr(row, column)) for row in facts.parameters) for column in ("path", "shape"))
         lines += [f"  {row.path:<{path}}  {row.shape:<{shape}}  {row.count:>13,}" for row in facts.parameters]
         lines.append(f"  {'total':<{path}}  {'':<{shape}}  {facts.total:>13,}")
     return lines + [f"note: {note}" for note in facts.notes]
@@ -267,9 +265,7 @@ def render_config(config: Mapping[str, Any], kinds: Mapping[str, str] | None = N
     for kind, keys in groups.items():
         rows = [row for key in keys for row in _settings(key, config[key])]
         width = max(len(name) for name, _ in rows)
-        blocks.append(
-            "\n".join([f"# {kind}"] * bool(kind) + [f"{name:<{width}} = {text}" for name, text in rows])
-        )
+        blocks.append("\n".join([f"# {kind}"] * bool(kind) + [f"{name:<{width}} = {text}" for name, text in rows]))
     return "\n\n".join(blocks)
 
 

@@ -20,7 +20,7 @@ from absl import logging
 
 from jaxtrain.data import example, roles
 from jaxtrain.data.records import ArrayRecords, Records, TFRecords, integers
-from jaxtrain.data.sources import Batch, DataAbsent, Dataset, Source, Spec, cut_source
+from jaxtrain.data.sources import Batch, DataAbsent, Dataset, Source, Spec, cut_source, subset
 from jaxtrain.data.tensorflow_cpu import tensorflow
 from jaxtrain.errors import UserError
 from jaxtrain.lookup import nearest
@@ -42,13 +42,15 @@ def tfds(
     image: str = "image",
     label: str = "label",
     version: str = "",
+    limit: int = 0,
 ) -> Dataset:
     """A data set of TFDS: {"image": uint8 [H, W, C], "label": int32 []}, from features of these or other names.
 
     `dataset` is a name as tfds takes it ("cifar10", "cifar10_corrupted/fog_1"); the data is in `dir`, else in
     $TFDS_DATA_DIR, else in ~/tensorflow_datasets, and is downloaded and prepared there where it is missing
     and its host can be reached. Splits named validation and test keep their roles; a missing one is the given
-    share of the training split, cut by class once for ever (0: no such role).
+    share of the training split, cut by class once for ever (0: no such role). `limit` takes the first examples
+    of each role only, for trying things out (0: all).
 
     Raises UserError for an unknown set, version or feature, pictures of unequal sizes, damaged or missing
     files; `open()` raises DataAbsent where there is no data and no way to get it.
@@ -68,7 +70,8 @@ def tfds(
     def open_tfds() -> dict[str, Source]:
         if not present():
             _prepare(builder, dataset, folder)
-        return _roles(builder, dataset, spec, image, label, validation=validation, test=test)
+        roles = _roles(builder, dataset, spec, image, label, validation=validation, test=test)
+        return {role: _first(source, limit) for role, source in roles.items()}
 
     return Dataset(
         name=dataset,
@@ -79,6 +82,10 @@ def tfds(
         present=present,
         sizes=_sizes(builder.info.splits, validation=validation, test=test),
     )
+
+
+def _first(source: Source, limit: int) -> Source:
+    return subset(source, np.arange(limit)) if 0 < limit < len(source) else source
 
 
 class Pictures:

@@ -1,0 +1,132 @@
+"""The commands as a user types them, and every config that comes with the package."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain import main as entry
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
+
+
+def command(*arguments, cwd=ROOT, **environment):
+    """A process of its own with one device, as at home."""
+    variables = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "jaxtrain.main", *arguments], capture_output=True, text=True, env=variables, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_smoke_trains_evaluates_saves_and_is_done_when_run_again(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR", str(ROOT.parent / "shared" / "tfds")))
+    arguments = [f"--config=configs/{name}:smoke", f"--workdir={tmp_path}", "--config.devices=2"]
+    assert entry.main(arguments) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for key in ("train/loss", "eval/accuracy", "test/accuracy"):
+        assert any(key in line for line in lines), key
+    for file in ("config.json", "environment.json", "log.txt"):
+        assert (tmp_path / file).stat().st_size
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    capsys.readouterr()
+    assert entry.main(arguments) == 0
+    assert "already finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_smoke_without_the_data_is_synthetic_and_says_so(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "empty"))
+    synthetic = "--config.synthetic=yes" if name == "digits.py" else "--config.report_every=5st"
+    arguments = [f"--config=configs/{name}:smoke", f"--workdir={tmp_path / 'run'}", "--config.devices=2", synthetic]
+    assert entry.main(arguments) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "epoch" in line and "loss" in line]
+    assert shown and all("SYNTHETIC" in line for line in shown)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["synthetic"] for line in lines)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_header_gives_command_hardware_time_accuracy_and_runs(name):
+    spec = importlib.util.spec_from_file_location(name[:-3], ROOT / "configs" / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    header = module.__doc__
+    assert f"python -m jaxtrain.main --config=configs/{name}" in header
+    for word in ("Hardware", "Time", "Accuracy", "Runs"):
+        assert re.search(rf"^{word}: .*\d", header, re.MULTILINE), word
+
+
+def test_one_command_then_evaluate_then_print(tmp_path):
+    digits = "--config=configs/digits.py:smoke"
+    trained = command(digits, f"--workdir={tmp_path}")
+    assert trained.returncode == 0, trained.stderr
+    assert "\x1b" not in trained.stdout and "finished at step 40" in trained.stdout
+    evaluated = command(digits, f"--workdir={tmp_path}", "--mode=eval")
+    test_accuracy = re.search(r"test +accuracy (\S+)", trained.stdout).group(1)
+    assert evaluated.returncode == 0 and test_accuracy in evaluated.stdout
+    shown = command(digits, "--print", cwd=ROOT)
+    assert shown.returncode == 0 and "head" in shown.stdout and "batch_size" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--config.platform=gpu"], "gpu"),
+        (["--config.batch_size=63", "--config.devices=2"], "63"),
+        (["--config.optimizer.learning_rat=1"], "learning_rate"),
+        (["--config.model=resnt"], "resnet"),
+        (["--config.data=tfds", "--config.data.dataset=cifar11"], "cifar10"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments, named, tmp_path):
+    """Reports 9 and 46, through a process of its own."""
+    found = command(
+        "--config=configs/digits.py:smoke", f"--workdir={tmp_path / 'run'}", *arguments,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )  # fmt: skip
+    lines = [line for line in found.stderr.splitlines() if line]
+    assert found.returncode == 2 and len(lines) == 1 and named in lines[0], found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_absent_data_without_a_network_is_one_line_that_says_what_to_do(tmp_path):
+    """Report 44, for a set that was never prepared here."""
+    found = command(
+        "--config=configs/cifar.py", f"--workdir={tmp_path / 'run'}", f"--config.data.dir={tmp_path / 'nothing'}",
+        http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9",
+    )  # fmt: skip
+    lines = [line for line in found.stderr.splitlines() if line]
+    assert found.returncode == 2 and "TFDS_DATA_DIR" in lines[-1] and len(lines) == 1, found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unusable_cache_folder_stops_nothing(tmp_path):
+    """Report 48."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    found = command(
+        "--config=configs/digits.py:smoke", f"--workdir={tmp_path / 'run'}", f"--config.compile_cache={blocked}/cache"
+    )
+    assert found.returncode == 0 and "compile" in found.stdout
+
+
+def test_preset_variables_stay(tmp_path):
+    """Report 45: what the user set for XLA is not touched, and TensorFlow is not imported at all for arrays."""
+    code = (
+        "import os, sys; from jaxtrain import main; "
+        f"main.main(['--config=configs/digits.py:smoke', '--workdir={tmp_path}', '--config.total=2st']); "
+        "print(os.environ['XLA_FLAGS'], os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], 'tensorflow' in sys.modules)"
+    )
+    variables = os.environ | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, cwd=ROOT)
+    assert found.stdout.splitlines()[-1] == "--xla_cpu_enable_fast_math=false false False", found.stderr
