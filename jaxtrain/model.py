@@ -207,8 +207,11 @@ def _value(variable: Any) -> Any:
 
 def _as_before(after: Flat, before: Flat, module: nnx.Module) -> Flat:
     """The state after a call, in the form it had before: a step is compiled once, for one form."""
-    if new := [_name(path) for path in after if path not in before]:
-        raise UserError(f"{type(module).__name__} made a new variable {new[0]} in a call; make it in __init__")
+    if changed := sorted(map(_name, after.keys() ^ before.keys())):
+        raise UserError(
+            f"{type(module).__name__} made or removed its variable {changed[0]} in a call; a state keeps its form: "
+            "make all variables in __init__"
+        )
     same = {}
     for path, variable in after.items():
         value, old = _value(variable), before[path]
@@ -228,7 +231,7 @@ def _arrays(outputs: Any, module: nnx.Module) -> Any:
     wrong = [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
     if wrong or not leaves:
         found = type(wrong[0] if wrong else outputs).__name__
-        raise UserError(f"{type(module).__name__} returned {found}; expected an array, or a tree of arrays")
+        raise UserError(f"{type(module).__name__} returned {found}; expected a JAX array, or a tree of them")
     return outputs
 
 

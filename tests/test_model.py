@@ -304,10 +304,11 @@ class TestState:
         ("call", "words"),
         [
             (lambda self, x: setattr(self, "late", nnx.Variable(x)) or x, ["Lambda", "late", "__init__"]),
+            (lambda self, x: delattr(self, "s") or x, ["Lambda", " s ", "__init__"]),
             (lambda self, x: self.s.set_value(x) or x, ["s", "float32[4]", "float32[16, 4]"]),
             (lambda self, x: self.s.set_value(jnp.zeros((4,), jnp.int32)) or x, ["s", "float32[4]", "int32[4]"]),
         ],
-        ids=["new variable", "another shape", "another kind"],
+        ids=["new variable", "lost variable", "another shape", "another kind"],
     )
     def test_a_state_that_changes_its_form_is_refused(self, call, words):
         model = from_nnx(lambda rngs: Lambda(call, rngs))
