@@ -8,7 +8,7 @@ from jaxtrain.config import base_config
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def get_config(model: str = "resnet", depth: int = 18, width: int = 16, epochs: int = 6, smoke: bool = False):
+def get_config(model: str = "resnet", depth: int = 18, width: int = 16, epochs: int = 4, smoke: bool = False):
     config = base_config()
     config.data = dict(name="tfds", dataset="cifar10")
     config.model = dict(name=model)

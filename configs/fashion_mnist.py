@@ -6,10 +6,10 @@ python -m jaxtrain.main --config=configs/fashion_mnist.py
 from jaxtrain.config import base_config
 
 
-def get_config(model: str = "cnn", epochs: int = 10, smoke: bool = False):
+def get_config(model: str = "cnn", width: int = 16, epochs: int = 3, smoke: bool = False):
     config = base_config()
     config.data = dict(name="tfds", dataset="fashion_mnist")
-    config.model = dict(name=model)
+    config.model = dict(name=model, width=width)
     config.augment = (dict(name="flip"), dict(name="crop", padding=2))
     config.preprocess = (dict(name="normalise", mean=(0.2860,), std=(0.3530,)),)
     config.optimizer = dict(name="adamw", learning_rate=2e-3, weight_decay=0.05)

@@ -47,8 +47,10 @@ class Job:
     def initial(self) -> Any:
         """The state at step 0, on the mesh."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        # It runs once: on a CPU, optimising it takes XLA seconds that it never gives back.
+        hurried = {"xla_backend_optimization_level": 0} if self.mesh.devices.flat[0].platform == "cpu" else {}
         with precision.scope(self.parts.policy):
-            return jax.jit(_init, static_argnums=0, out_shardings=shardings)(
+            return jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
                 self.steps.init, np.uint32(self.config.seed)
             )
 
