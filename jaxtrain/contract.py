@@ -2,48 +2,73 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
+from jaxtrain import lookup
 from jaxtrain.data.sources import ArraySource, Spec
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import path_string
-from jaxtrain.step import Parts, Steps
+from jaxtrain.step import Steps
+
+NEEDED = {"step": "int32[]", "offset": "int32[]", "key": "key<fry>[]"}  # in the state of every step
 
 
 def label(thing: Any) -> str:
     """What to call a part when speaking of it: its name, or that of its type."""
-    if isinstance(thing, (str, Mapping)):
+    if isinstance(thing, (str, Mapping, ConfigDict)):
         return thing if isinstance(thing, str) else str(thing.get("name", "arrays"))
     while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def called_steps(builder: Any, parts: Parts) -> Any:
-    """`builder(parts)`. Raises UserError for what is no function of one argument."""
+def asked_for(builder: Any, known: Collection[str]) -> list[str]:
+    """The names of `known` that a step builder takes; it is named as in a config, or an object.
+
+    Raises UserError for an object that cannot be called with them.
+    """
+    if isinstance(builder, (str, Mapping, ConfigDict)):
+        takes = lookup.parameters(lookup.resolve(lookup.split(builder)[0], lookup.STEPS, "step"))
+        return [name for name in known if name in takes]
     try:
-        inspect.signature(builder).bind(parts)
+        signature = inspect.signature(builder)
+        asked = [name for name in known if name in signature.parameters]
+        signature.bind(**dict.fromkeys(asked or ["parts"]))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"the step is {label(builder)}, which cannot be called as step(parts) ({error}); expected a function of "
-            "the parts that returns jaxtrain.step.Steps; bind options with functools.partial"
+            f"some of {', '.join(known)} that returns jaxtrain.step.Steps; bind options with functools.partial"
         ) from None
-    return builder(parts)
+    return asked
 
 
 def checked_steps(built: Any, name: str) -> Steps:
     """Raises UserError where a step builder returned anything but Steps."""
     if not isinstance(built, Steps):
         raise UserError(
-            f"step {name} returned {type(built).__name__}, expected jaxtrain.step.Steps: it is called once, with the "
-            "parts, and returns the functions init, train, evaluate and predict"
+            f"step {name} returned {type(built).__name__}, expected jaxtrain.step.Steps: it is called once, with "
+            "what it names, and returns the functions init, train, evaluate and predict"
         )
     return built
+
+
+def refuse_incomplete_state(name: str, state: Any) -> None:
+    """Raises UserError for a state, as ShapeDtypeStructs, that no run can carry on."""
+    for field, kind in NEEDED.items():
+        if not hasattr(state, field):
+            raise UserError(
+                f"the state of step {name} has no `{field}`; expected a registered dataclass with "
+                f"{', '.join(NEEDED)}, such as jaxtrain.state.TrainState"
+            )
+        found = _kind(getattr(state, field))
+        if found != kind:
+            raise UserError(f"in the state of step {name}, `{field}` is {found}, expected {kind}")
 
 
 def outcome(steps: Steps, name: str, state: Any, batch: Any) -> dict[str, Any]:
@@ -133,6 +158,10 @@ def _leaves(tree: Any) -> dict[str, str]:
     """Path -> "float32[3, 4]" of every leaf."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
-        found[path_string(path)] = f"{array.dtype}{list(array.shape)}"
+        found[path_string(path)] = _kind(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf))
     return found
+
+
+def _kind(leaf: Any) -> str:
+    """ "float32[3, 4]", or the type of what is no array."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxtrain import contract
 from jaxtrain.job import Job, build
 from jaxtrain.keys import KEYS
 from jaxtrain.report import Facts, parameter_count, parameter_table, render_config
+from jaxtrain.supply import NAMES
 
 
 def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
@@ -19,10 +21,10 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
         run=folder.name if folder else "not saved",
         workdir=folder,
         devices=_devices(job),
-        precision=f"{job.parts.policy.name} ({job.parts.policy.reason})",
+        precision=f"{job.policy.name} ({job.policy.reason})",
         data=_data(job),
-        model=_part(job, "model"),
-        optimizer=f"{_named(config.optimizer)}, schedule {_named(config.schedule)}",
+        model=_part(job, "model" if job.parts else "step"),
+        optimizer=_optimizer(job),
         steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples, "
         f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps",
         synthetic=job.dataset.synthetic,
@@ -35,6 +37,7 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
 def describe(config: ConfigDict) -> str:
     """The resolved config and the parameter table, as text. Raises UserError for what does not fit together."""
     job = build(config)
+    job.rehearse()
     kinds = {key.partition(".")[0]: about.kind for key, about in KEYS.items()}
     shown = facts(job, None)
     rows = [(row.path, row.shape, f"{row.count:,}") for row in shown.parameters]
@@ -62,6 +65,14 @@ def _data(job: Job) -> str:
     return f"{job.dataset.name}: {sizes}; {shapes}{classes}"
 
 
+def _optimizer(job: Job) -> str:
+    """What updates the parameters; "" where a step of a user's own does not take it from the config."""
+    config = job.config
+    if not {"parts", "optimizer"} & set(contract.asked_for(job.builder, NAMES)):
+        return ""
+    return f"{_named(config.optimizer)}, schedule {_named(config.schedule)}"
+
+
 def _part(job: Job, kind: str) -> str:
     return f"{job.objects[kind]}, given as an object" if kind in job.objects else _named(job.config[kind])
 
@@ -72,7 +83,8 @@ def _named(part: ConfigDict) -> str:
 
 
 def _remarks(job: Job) -> list[str]:
-    remarks = [f"{kind} {_part(job, kind)}" for kind in ("task", "step") if kind in job.objects]
+    own = [kind for kind in ("task", "step") if kind in job.objects or ":" in job.config[kind].name]
+    remarks = [f"{kind} {_part(job, kind)}" for kind in own if job.parts is not None]
     if job.config.accumulate > 1 and getattr(job.abstract, "model_state", None):
         remarks.append(
             f"batch statistics are per micro-batch of {job.config.batch_size // job.config.accumulate} examples"

@@ -1,6 +1,7 @@
 """Durations: one typed value, `"10ep"`, `"5000st"`, `"1Mex"`, a number with its unit."""
 
 import dataclasses
+import math
 import re
 from fractions import Fraction
 
@@ -24,6 +25,10 @@ class Duration:
             return self.value
         count = self.value * examples if self.unit == "ep" else self.value
         return count / batch_size
+
+    def whole_steps(self, batch_size: int, examples: int) -> int:
+        """The same in whole steps: the last one completes the last epoch."""
+        return math.ceil(self.steps(batch_size, examples))
 
     def __str__(self) -> str:
         return f"{self.value}{self.unit}"

@@ -20,6 +20,8 @@ def initialised(job: Job, state: Any, say: Any) -> Any:
 
     Raises UserError, before any step, where the folder, a tensor or its shape or dtype is not what the model needs.
     """
+    if not hasattr(state, "params"):
+        raise UserError(f"config.init_from sets `params`, and the state of step {job.step_name} has none")
     folder = Path(job.config.init_from).absolute()
     checkpoints = Checkpoints(folder / "checkpoints")
     step = checkpoints.latest() if checkpoints.folder.is_dir() else None
@@ -27,15 +29,16 @@ def initialised(job: Job, state: Any, say: Any) -> Any:
         raise UserError(f"config.init_from is {str(folder)!r}; that is no workdir with a complete checkpoint")
     found = checkpoints.restore_flat(step, "state")
     taken = {}
-    for part in TAKEN:
+    for part in [part for part in TAKEN if hasattr(state, part)]:
         wanted = getattr(job.abstract, part)
         _refuse_differences(f"{folder} step {step}", part, wanted, found)
         taken[part] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, part=part: jax.device_put(found[_key(part, path)], leaf.sharding), wanted
         )
-    say(f"parameters taken from step {step} of {folder}")
-    ema = jax.tree.map(jnp.copy, taken) if state.ema else state.ema
-    return dataclasses.replace(state, ema=ema, **taken)
+    say(f"{' and '.join(taken)} taken from step {step} of {folder}")
+    if getattr(state, "ema", ()):
+        return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, taken), **taken)
+    return dataclasses.replace(state, **taken)
 
 
 def _refuse_differences(where: str, part: str, wanted: Any, found: dict[str, Any]) -> None:

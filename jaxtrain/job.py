@@ -7,20 +7,19 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, devices, lookup, optim, precision, sharding
-from jaxtrain import model as models
+from jaxtrain import contract, devices, judge, lookup, precision, sharding, supply
 from jaxtrain.config import checked, parse_duration
-from jaxtrain.data import augment, order, sources
+from jaxtrain.data import order, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
 from jaxtrain.evaluate import Evaluation, Evaluator
 from jaxtrain.step import Parts, Steps
+from jaxtrain.supply import Supply
 
 ROLES = ("train", "validation", "test")
 
@@ -33,12 +32,13 @@ class Job:
     mesh: Mesh
     dataset: Dataset
     sources: Mapping[str, Source]  # by role
-    parts: Parts
+    policy: precision.Policy
+    supply: Supply  # what the step is built of
+    builder: Any  # of the step: a part of the config, or an object
     steps: Steps
     total_steps: int
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
-    make_steps: Callable[[Parts], Steps]  # what made `steps` of `parts`, for an evaluation with a task of its own
     objects: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts given as objects: kind → its name
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class Job:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         # It runs once: on a CPU, optimising it takes XLA seconds that it never gives back.
         hurried = {"xla_backend_optimization_level": 0} if self.mesh.devices.flat[0].platform == "cpu" else {}
-        with precision.scope(self.parts.policy):
+        with precision.scope(self.policy):
             return jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
                 self.steps.init, np.uint32(self.config.seed)
             )
@@ -88,7 +88,7 @@ class Job:
         jitted = jax.jit(self.steps.train, donate_argnums=0)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
-            with precision.scope(self.parts.policy):
+            with precision.scope(self.policy):
                 return jitted(state, batch)
 
         return step
@@ -96,8 +96,29 @@ class Job:
     @functools.cached_property
     def outcome(self) -> dict[str, Any]:
         """The metrics of one train step as ShapeDtypeStructs. Raises UserError for a step that breaks its contract."""
-        with precision.scope(self.parts.policy):
+        with precision.scope(self.policy):
             return contract.outcome(self.steps, self.step_name, self.abstract, self.abstract_batch)
+
+    def rehearse(self) -> None:
+        """Raises UserError for a step or evaluation that cannot be made, or a best step that nothing measures: what
+        can be known before anything is computed or written."""
+        _ = self.outcome
+        judged, key = self.evaluations.get("eval"), judge.key_that_chooses(self.config)
+        if not key:
+            return
+        if judged is None or judged.step is None:
+            function = f"evaluate function in step {self.step_name}"
+            lacking = function if "validation" in self.sources else "validation split"
+            raise UserError(f"config.{key} is {self.config[key]!r}, but there is no {lacking} to tell what is best")
+        mask = jax.ShapeDtypeStruct((self.config.batch_size,), np.bool_, sharding=sharding.over_batch(self.mesh))
+        with precision.scope(self.policy):
+            metrics = jax.eval_shape(judged.step, self.abstract, self.abstract_batch | {"mask": mask})
+        judge.refuse_unknown_metric(self.config, metrics)
+
+    @property
+    def parts(self) -> Parts | None:
+        """Model, task, optimizer and so on, where the step is made of them."""
+        return self.supply.parts
 
     @property
     def step_name(self) -> str:
@@ -112,7 +133,8 @@ class Job:
 
     def check(self, batch: dict[str, np.ndarray]) -> None:
         """Refuses what the task cannot learn from, such as labels out of range."""
-        getattr(self.parts.task, "check", lambda batch: None)(batch)
+        if self.parts is not None:
+            getattr(self.parts.task, "check", lambda batch: None)(batch)
 
     @functools.cached_property
     def evaluations(self) -> dict[str, Evaluation]:
@@ -122,7 +144,7 @@ class Job:
     def evaluate(self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The values of one named evaluation."""
         predict = functools.partial(self.predict, state)
-        with precision.scope(self.parts.policy):
+        with precision.scope(self.policy):
             return self.evaluator(self.evaluations[name], state, predict, interrupt)
 
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
@@ -132,7 +154,7 @@ class Job:
         source = contract.inputs(batch, self.dataset.spec)
         rows = []
         reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
-        with precision.scope(self.parts.policy), reader.feed(source) as batches:
+        with precision.scope(self.policy), reader.feed(source) as batches:
             for part in batches:
                 rows.append(jax.device_get(_call(self.steps.predict, state, part)))
         return {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
@@ -142,7 +164,7 @@ def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any 
     """The job that a checked config describes. Raises UserError for whatever does not fit together.
 
     Objects given here stand in for the config's parts: a Flax NNX class or a `Model`; a task; a `Dataset`, or
-    arrays for `sources.from_arrays`; a function of the `Parts` that returns `Steps`.
+    arrays for `sources.from_arrays`; a step builder, a function of any fields of `Supply` by name that returns `Steps`.
     """
     config = checked(config)
     found = devices.select(config)
@@ -161,23 +183,25 @@ def _built(
     roles = dict(dataset.open())
     if "train" not in roles:
         raise UserError(f"data set {dataset.name} has no training split")
-    parts = parts_of(config, dataset, policy, len(roles["train"]), platform, model, task)
-    make_steps = functools.partial(steps_of, config, step=step)
-    steps = make_steps(parts)
-    abstract = abstract_state(steps, mesh, config.sharding_rules)
-    per_epoch = Fraction(len(roles["train"]), config.batch_size)
+    examples = len(roles["train"])
+    unroll = platform == "cpu"  # XLA runs convolutions in a compiled loop ten times slower there
+    builder = config.step if step is None else step
+    made = supply.for_step(builder, config, dataset, policy, examples, model=model, task=task, unroll=unroll)
+    steps = supply.steps(made, builder)
+    abstract = abstract_state(steps, contract.label(builder), mesh, config.sharding_rules)
     given = {"model": model, "task": task, "data": data, "step": step}
     return Job(
         config=config,
         mesh=mesh,
         dataset=dataset,
         sources=roles,
-        parts=parts,
+        policy=policy,
+        supply=made,
+        builder=builder,
         steps=steps,
-        total_steps=_total(config, len(roles["train"])),
-        steps_per_epoch=per_epoch,
+        total_steps=parse_duration(config.total).whole_steps(config.batch_size, examples),
+        steps_per_epoch=Fraction(examples, config.batch_size),
         abstract=abstract,
-        make_steps=make_steps,
         objects={kind: contract.label(value) for kind, value in given.items() if value is not None},
     )
 
@@ -194,59 +218,10 @@ def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:
     return dataset
 
 
-def parts_of(
-    config: ConfigDict,
-    dataset: Dataset,
-    policy: precision.Policy,
-    examples: int,
-    platform: str,
-    model: Any = None,
-    task: Any = None,
-) -> Parts:
-    """The functions that the step is made of. Nothing is computed and no data is read."""
-    supplied: dict[str, Any] = {"num_classes": dataset.num_classes, "dtype": policy.compute}
-    if task is None or isinstance(task, (str, Mapping)):
-        task = lookup.build(task or config.task, lookup.TASKS, "task", **supplied)
-    preprocess = _chain(config.preprocess)
-    batch = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in dataset.spec.items()}
-    raw = task.inputs(batch)
-    inputs = jax.eval_shape(lambda batch: task.inputs(preprocess(None, augment.to_unit(batch))), batch)
-    supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None
-    network = models.build_model(model if model is not None else config.model, **supplied)
-    optimizer = optim.build(
-        config,
-        jax.eval_shape(lambda: _params(network, inputs)),
-        _total(config, examples),
-        lambda text: parse_duration(text).steps(config.batch_size, examples),
-    )
-    return Parts(
-        model=network,
-        task=task,
-        optimizer=optimizer,
-        policy=policy,
-        augment=_chain(config.augment),
-        preprocess=preprocess,
-        example=inputs,
-        accumulate=config.accumulate,
-        unroll=platform == "cpu",  # XLA runs convolutions in a compiled loop ten times slower there
-        ema=config.ema,
-    )
-
-
-def steps_of(config: ConfigDict, parts: Parts, step: Any = None) -> Steps:
-    """init, train, evaluate and predict of `config.step`, or of a builder given in a notebook."""
-    if step is None or isinstance(step, (str, Mapping)):
-        named = config.step if step is None else step
-        return contract.checked_steps(lookup.build(named, lookup.STEPS, "step", parts=parts), contract.label(named))
-    return contract.checked_steps(contract.called_steps(step, parts), contract.label(step))
-
-
-def abstract_state(steps: Steps, mesh: Mesh, rules: sharding.Rules) -> Any:
+def abstract_state(steps: Steps, name: str, mesh: Mesh, rules: sharding.Rules) -> Any:
     """The state's shapes, dtypes and shardings. Raises UserError for a state that no run can carry."""
     shapes = jax.eval_shape(functools.partial(_init, steps.init), np.uint32(0))
-    for name in ("step", "offset", "key"):
-        if not hasattr(shapes, name):
-            raise UserError(f"the state of config.step has no `{name}`; TrainState shows what a state needs")
+    contract.refuse_incomplete_state(name, shapes)
     shardings = sharding.of_state(mesh, shapes, rules)
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings
@@ -281,34 +256,28 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
     if "fn" in wanted:
         return Evaluation(name, found, None, every, lookup.resolve(wanted["fn"], {}, "evaluation function"))
     if "task" in wanted:
-        task = lookup.build(wanted["task"], lookup.TASKS, "task", num_classes=job.dataset.num_classes)
-        return Evaluation(name, found, job.make_steps(dataclasses.replace(job.parts, task=task)).evaluate, every)
+        return Evaluation(name, found, _with_task(job, name, wanted["task"]).evaluate, every)
     if job.steps.evaluate is None:
         raise UserError(f"evaluation {name} has no fn, and step {job.step_name} brings no evaluate function")
     return Evaluation(name, found, job.steps.evaluate, every)
+
+
+def _with_task(job: Job, name: str, wanted: Any) -> Steps:
+    """The same step over another task."""
+    if job.parts is None:
+        raise UserError(f"evaluation {name} has a task, and step {job.step_name} is not made of one; give it a fn")
+    task = lookup.build(wanted, lookup.TASKS, "task", num_classes=job.dataset.num_classes, dtype=job.supply.dtype)
+    parts = dataclasses.replace(job.parts, task=task)
+    return supply.steps(dataclasses.replace(job.supply, parts=parts), job.builder)
 
 
 def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
     return init(jax.random.key(seed, impl="threefry2x32"))
 
 
-def _params(model: models.Model, inputs: Any) -> Any:
-    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), inputs)
-    return model.init(jax.random.key(0, impl="threefry2x32"), example)[0]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-def _chain(wanted: Any) -> augment.Augment:
-    return augment.chain([lookup.build(part, lookup.AUGMENTATIONS, "augmentation") for part in wanted])
-
-
-def _total(config: ConfigDict, examples: int) -> int:
-    steps = parse_duration(config.total).steps(config.batch_size, examples)
-    return -(-steps.numerator // steps.denominator)  # the last step completes the last epoch
 
 
 def _refuse_uneven(config: ConfigDict, mesh: Mesh) -> None:

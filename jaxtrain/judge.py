@@ -3,9 +3,14 @@
 Only validation ("eval/…") judges; the test split never chooses anything.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from jaxtrain import lookup
+from jaxtrain.errors import UserError
+from jaxtrain.keys import KEYS
 
 
 def best_line(history: list[dict[str, Any]], config: ConfigDict) -> dict[str, Any] | None:
@@ -15,6 +20,23 @@ def best_line(history: list[dict[str, Any]], config: ConfigDict) -> dict[str, An
         return None
     sign = 1 if config.best_mode == "max" else -1
     return max(lines, key=lambda line: sign * _judged(line, config))
+
+
+def key_that_chooses(config: ConfigDict) -> str:
+    """The key by which a config asks for a best evaluation, "" where it leaves that to the defaults."""
+    wants = {
+        "patience": config.patience > 0,
+        "test": config.test == "best",
+        "best": config.best != KEYS["best"].default,
+    }
+    return next((key for key, wanted in wants.items() if wanted), "")
+
+
+def refuse_unknown_metric(config: ConfigDict, metrics: Collection[str]) -> None:
+    """Raises UserError where no metric on validation is called what `config.best` is."""
+    if config.best not in metrics:
+        hint = lookup.choices_hint(config.best, metrics)
+        raise UserError(f"config.best is {config.best!r}, which no metric on validation is called.{hint}")
 
 
 def is_better(values: dict[str, float], history: list[dict[str, Any]], config: ConfigDict) -> bool:

@@ -110,7 +110,7 @@ TASK = Kind("task", TASKS, ("num_classes", "dtype"))
 DATASET = Kind("data set", DATASETS)
 AUGMENTATION = Kind("augmentation", AUGMENTATIONS)
 SCHEDULE = Kind("schedule", SCHEDULES, ("total_steps", "steps_of"))
-STEP = Kind("step", STEPS, ("parts",))
+STEP = Kind("step", STEPS, ("parts", "spec", "num_classes", "augment", "preprocess", "optimizer", "dtype"))
 OPTIMIZER = Kind(
     "optimizer",
     OPTIMIZERS,

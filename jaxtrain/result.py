@@ -31,6 +31,9 @@ class Trained:
 
     @property
     def model(self) -> Model:
+        """Raises UserError where a step of a user's own makes its networks itself."""
+        if self.job.parts is None:
+            raise UserError(f"step {self.job.step_name} is not made of config.model; its networks are its own")
         return self.job.parts.model
 
     @property

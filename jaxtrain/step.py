@@ -41,7 +41,8 @@ class Parts:
 class Steps:
     """What `config.step` builds: a run is `init`, then `train` again and again, with `evaluate` in between.
 
-    init(key) -> state: any registered pytree with `step`, `offset` and `key` (TrainState will do).
+    The builder is called with its options and with whatever it names of `jaxtrain.supply.Supply`.
+    init(key) -> state: any registered dataclass with `step`, `offset` and `key` (TrainState will do).
     train(state, batch) -> (state, metrics): the state has `step` one higher.
     evaluate(state, batch) -> metrics: `batch["mask"]` (bool [B]) is False on rows that only fill up the batch.
     predict(state, batch) -> arrays, rows in the order of the batch; None where there is nothing to predict.

@@ -9,6 +9,7 @@ evaluation, checkpoint, end) to the next, and returns to Python in between only 
 
 import contextlib
 import dataclasses
+import math
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -65,7 +66,8 @@ def run(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stopper())
         job = build(resumed, **objects)
-        stack.enter_context(precision.scope(job.parts.policy))
+        job.rehearse()
+        stack.enter_context(precision.scope(job.policy))
         if mode == "eval":
             return evaluate(job, folder, stop)
         report = stack.enter_context(open_report(job, folder))
@@ -206,7 +208,7 @@ class Loop:
         self.saved_at = time.monotonic()
         if self.checkpoints is not None:
             tree = {"state": self.state, "sums": self.sums}
-            self.checkpoints.save(self.step, tree, meta={"precision": self.job.parts.policy.name}, best=best)
+            self.checkpoints.save(self.step, tree, meta={"precision": self.job.policy.name}, best=best)
         elif best and self.job.config.test == "best":
             self.best_state = jax.tree.map(jnp.copy, self.state)
 
@@ -227,8 +229,18 @@ class Loop:
         return bool(self.stop) or (bool(minutes) and time.monotonic() - self.began > 60 * minutes)
 
     def refuse_nonfinite(self, values: dict[str, float]) -> None:
-        """Raises NonFiniteError where updates were left out and the config does not bear that."""
+        """Raises NonFiniteError where updates were left out and the config does not bear that.
+
+        A step of a user's own need not leave any out; of such a step any metric tells.
+        """
         config = self.job.config
+        if "train/skipped_at" not in values and config.on_nonfinite == "stop":
+            for name, value in values.items():
+                if name.startswith("train/") and not math.isfinite(value):
+                    raise NonFiniteError(
+                        f"{name} is {value}; lower the learning rate, look with --debug, or bear it with "
+                        "--config.on_nonfinite=skip"
+                    )
         skipped, at = int(values.get("train/skipped", 0)), int(values.get("train/skipped_at", -1))
         if at >= 0 and (config.on_nonfinite == "stop" or skipped > config.max_skipped):
             raise NonFiniteError(
@@ -353,7 +365,7 @@ def record(job: Job, config: ConfigDict, folder: Path, objects: dict[str, Any], 
         folder,
         workdir.Record(
             config=config,
-            precision=job.parts.policy.name,
+            precision=job.policy.name,
             spec=dict(job.dataset.spec),
             num_classes=job.dataset.num_classes,
             class_names=tuple(job.dataset.class_names),

@@ -15,7 +15,9 @@ main commandline
 train
 describe result initialise
 advance
-contract job
+job
+supply
+contract
 profiler behind judge
 evaluate
 checkpoint report environment workdir
@@ -89,7 +91,10 @@ def test_every_room_exists():
     [
         ("import jaxtrain", ["jax", "flax", "numpy", "tensorflow", "rich"]),
         ("import jaxtrain.main", ["jax", "flax", "tensorflow", "tensorflow_datasets"]),
-        ("import jaxtrain; jaxtrain.train", ["tensorflow", "tensorflow_datasets", "sklearn", "matplotlib", "tensorboardX"]),
+        (
+            "import jaxtrain; jaxtrain.train",
+            ["tensorflow", "tensorflow_datasets", "sklearn", "matplotlib", "tensorboardX"],
+        ),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(statement, absent):

@@ -9,23 +9,13 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from tiny import same
 
 from jaxtrain import checkpoint, train
 from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.result import load
 
 MODELS = [dict(name="nets:Linear"), dict(name="nets:Dropout")]
-
-
-def same(a, b) -> bool:
-    """Every leaf bit-equal."""
-    leaves = [
-        [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in t]
-        for t in (jax.tree.leaves(a), jax.tree.leaves(b))
-    ]
-    return len(leaves[0]) == len(leaves[1]) and all(
-        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(*leaves, strict=True)
-    )
 
 
 def lines(folder):
@@ -79,9 +69,7 @@ def test_a_finished_run_run_again_says_so_and_changes_nothing(finished, capsys):
 @pytest.mark.parametrize("stop", [3, 10, 19])
 def test_stopped_and_resumed_equals_uninterrupted(model, stop, tmp_path, monkeypatch):
     """Reports 4, 5, 14, 28: state, log, learning rate and EMA, whatever the step of the stop."""
-    changes = dict(
-        model=model, ema=0.9, schedule=dict(name="linear"), optimizer=dict(name="adamw", learning_rate=0.01)
-    )
+    changes = dict(model=model, ema=0.9, schedule=dict(name="linear"), optimizer=dict(name="adamw", learning_rate=0.01))
     through = train.run(tiny.config(**changes), tmp_path / "a", data=tiny.data())
     with monkeypatch.context() as patch:
         patch.setattr(train.Loop, "interrupted", lambda loop: loop.step >= stop)
@@ -221,7 +209,12 @@ def test_best_is_judged_by_validation_and_kept(tmp_path):
 
 def test_patience_stops_early_and_the_test_split_judges_the_best(tmp_path):
     config = tiny.config(
-        optimizer=dict(name="sgd", learning_rate=3.0), total="400st", best="loss", best_mode="min", patience=2, test="best"
+        optimizer=dict(name="sgd", learning_rate=3.0),
+        total="400st",
+        best="loss",
+        best_mode="min",
+        patience=2,
+        test="best",
     )
     result = train.run(config, tmp_path, data=tiny.data())
     step = int(result.state.step)
@@ -265,7 +258,9 @@ def test_the_loop_reads_no_metric_before_its_time(monkeypatch):
     monkeypatch.setattr(train.Behind, "flush", counted)
     pushed = []
     push = train.Behind.push
-    monkeypatch.setattr(train.Behind, "push", lambda self, i: (pushed.append((i.step, list(fetched))), push(self, i))[1])
+    monkeypatch.setattr(
+        train.Behind, "push", lambda self, i: (pushed.append((i.step, list(fetched))), push(self, i))[1]
+    )
     checkpoint = dict(every="", minutes=0.0, keep=1, keep_every="")  # saving needs the log complete
     train.run(tiny.config(eval_every="", total="20st", checkpoint=checkpoint), data=tiny.data())
     assert pushed == [(5, []), (10, []), (15, [5]), (20, [5, 10])]
@@ -308,7 +303,9 @@ def test_prediction_takes_any_number_of_rows(finished):
     pictures = tiny.data().open()["test"].get(np.arange(21))["image"]
     whole = result.predict(pictures)
     assert whole["label"].shape == (21,) and whole["probabilities"].shape == (21, 10)
-    np.testing.assert_allclose(whole["probabilities"][:5], load(folder).predict(pictures[:5])["probabilities"], rtol=1e-5)
+    np.testing.assert_allclose(
+        whole["probabilities"][:5], load(folder).predict(pictures[:5])["probabilities"], rtol=1e-5
+    )
 
 
 def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):

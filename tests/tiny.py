@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.config import base_config
@@ -24,6 +25,17 @@ def config(**changes: Any):
     for key, value in changes.items():
         config[key] = value
     return config
+
+
+def same(a: Any, b: Any) -> bool:
+    """Every leaf bit-equal."""
+    leaves = [
+        [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in t]
+        for t in (jax.tree.leaves(a), jax.tree.leaves(b))
+    ]
+    return len(leaves[0]) == len(leaves[1]) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(*leaves, strict=True)
+    )
 
 
 def data(train: int = 64, validation: int = 37, test: int = 21, seed: int = 0) -> sources.Dataset:
