@@ -70,9 +70,7 @@ OTHER = {
 class Net:
     """A model builder."""
 
-    def __init__(
-        self, width: int = 8, rates: tuple[float, ...] = (), bias: bool = True, *, num_classes: int = 0
-    ):
+    def __init__(self, width: int = 8, rates: tuple[float, ...] = (), bias: bool = True, *, num_classes: int = 0):
         self.width = width
 
 
@@ -399,9 +397,7 @@ def test_arguments_reach_get_config(write, arguments, given, expected):
 
 def test_arguments_are_typed(write):
     body = "config.init_from = repr((smoke, width, name, ids, share))"
-    name = write(
-        body, "smoke=False, width: int = 1, name='', ids: tuple[int, ...] = (), share: float | None = None"
-    )
+    name = write(body, "smoke=False, width: int = 1, name='', ids: tuple[int, ...] = (), share: float | None = None")
     found = load(f"{name}:smoke,width=3,name=3,ids=[4,5],share=1").init_from
     assert found == repr((True, 3, "3", (4, 5), 1.0))
 

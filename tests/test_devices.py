@@ -255,9 +255,7 @@ def test_the_machine_shows_its_accelerator(tmp_path, build, kind):
 
 
 @pytest.mark.parametrize(("build", "extra"), [(gpu_machine, "jax[cuda12]"), (accelerator_node, "jax[tpu]")])
-def test_an_accelerator_that_jax_does_not_see_stops_the_run_with_the_remedy(
-    fresh, tmp_path, monkeypatch, build, extra
-):
+def test_an_accelerator_that_jax_does_not_see_stops_the_run_with_the_remedy(fresh, tmp_path, monkeypatch, build, extra):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)  # no plugin is installed
     build(tmp_path)
     line = refusal(devices.select, sample(), root=tmp_path)
@@ -380,9 +378,7 @@ def test_a_new_process_is_quiet_and_stops_for_a_gpu_that_jax_does_not_see(driver
         "try:\n    devices.select(config)\n"
         "except UserError as error:\n    print(error)\n"
     )
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "CUDA_", "TF_"))
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "CUDA_", "TF_"))}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stderr == ""
     assert done.returncode == 0

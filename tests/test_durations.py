@@ -27,9 +27,7 @@ def test_a_duration_is_an_exact_number_of_steps(text, steps):
     assert parse_duration(text).steps(batch_size=16, examples=37) == steps
 
 
-@pytest.mark.parametrize(
-    "text", ["", "10", "ep", "10 epochs", "-1ep", "1e3st", "10Gep", "ten ep", "1,5ep", None, 10]
-)
+@pytest.mark.parametrize("text", ["", "10", "ep", "10 epochs", "-1ep", "1e3st", "10Gep", "ten ep", "1,5ep", None, 10])
 def test_anything_else_is_refused_in_one_line(text):
     with pytest.raises(UserError, match="10ep") as caught:
         parse_duration(text)

@@ -60,9 +60,7 @@ def test_what_may_change_a_result_is_told(field, value, told, tmp_path, here):
     assert told in difference and "\n" not in difference
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 1', '{"format": 1}', '{"format": "x", "starts": []}']
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1', '{"format": 1}', '{"format": "x", "starts": []}'])
 def test_a_damaged_file_is_named(content, tmp_path, here):
     (tmp_path / "environment.json").write_text(content)
     with pytest.raises(StorageError, match=f"{tmp_path}/environment.json"):

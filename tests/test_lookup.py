@@ -29,9 +29,7 @@ A_NUMBER = 3
 class Net(nnx.Module):
     """A user's model; its metaclass hides the signature from `inspect`."""
 
-    def __init__(
-        self, width: int = 8, rates: tuple[float, ...] = (0.1,), *, num_classes: int, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int = 8, rates: tuple[float, ...] = (0.1,), *, num_classes: int, rngs: nnx.Rngs):
         self.width, self.rates, self.num_classes = width, rates, num_classes
 
 

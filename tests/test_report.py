@@ -146,9 +146,7 @@ def test_many_restarts_within_a_second_lose_no_event(tmp_path):
     assert [at for at, tag, _ in events(tmp_path) if tag == "train/loss"] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "tail", [b'{"step": 30, "tra', b"\x00" * 40, b"{}\n", b"null\n", b'"30"', b'{"step": "x"}\n']
-)
+@pytest.mark.parametrize("tail", [b'{"step": 30, "tra', b"\x00" * 40, b"{}\n", b"null\n", b'"30"', b'{"step": "x"}\n'])
 def test_a_torn_last_line_is_left_out_and_removed(tail, tmp_path):
     fill(tmp_path, [10, 20])
     path = tmp_path / "metrics.jsonl"
@@ -329,9 +327,7 @@ def test_the_summary_tells_results_time_and_places(tmp_path, capsys):
 def test_importing_it_imports_nothing_heavy():
     heavy = {"jax", "numpy", "tensorboardX", "tensorflow", "matplotlib", "IPython", "google.protobuf"}
     code = f"import jaxtrain.report, sys; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 

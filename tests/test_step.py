@@ -127,9 +127,7 @@ def test_the_loss_scale_stays_finite_and_an_overflow_changes_nothing():
     huge = dataclasses.replace(
         state.loss_scale, value=jax.device_put(np.float32(2.0**24), state.loss_scale.value.sharding)
     )
-    state = dataclasses.replace(
-        state, loss_scale=huge, params=jax.tree.map(lambda leaf: leaf * 100, state.params)
-    )
+    state = dataclasses.replace(state, loss_scale=huge, params=jax.tree.map(lambda leaf: leaf * 100, state.params))
     before = jax.device_get((state.params, state.opt_state))
     with job.batches(0, 1) as feed:
         after, metrics = job.step(state, next(feed))

@@ -25,9 +25,7 @@ FACTS = Facts(
     data="digits: 1,150 train, 288 validation, 359 test",
     model="cnn(width=32)",
     steps="660 steps of 128 examples",
-    parameters=tuple(
-        Row(f"stage_{i}/block_{i}/convolution", "kernel 3×3×256×512, bias 512", 10**i) for i in range(9)
-    ),
+    parameters=tuple(Row(f"stage_{i}/block_{i}/convolution", "kernel 3×3×256×512, bias 512", 10**i) for i in range(9)),
     total=111_111_111,
     notes=("a note",),
 )
@@ -51,9 +49,7 @@ SHOWN = [
 
 
 def a_line(step: int = 250, scalars: dict[str, float] = SCALARS, **options: object) -> Line:
-    return Line(
-        **{"step": step, "scalars": scalars, "total": 660, "steps_per_epoch": 11.25, "eta": 42.0} | options
-    )
+    return Line(**{"step": step, "scalars": scalars, "total": 660, "steps_per_epoch": 11.25, "eta": 42.0} | options)
 
 
 def a_summary(**options: object) -> Summary:
@@ -111,9 +107,7 @@ def tell(sink: Sink) -> None:
         (True, {}, "ascii", Plain),
     ],
 )
-def test_auto_is_live_only_where_that_can_be_read(
-    tty, environment, encoding, kind, in_a_terminal, monkeypatch
-):
+def test_auto_is_live_only_where_that_can_be_read(tty, environment, encoding, kind, in_a_terminal, monkeypatch):
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
     stream = type("Stream", (io.StringIO,), {"encoding": encoding, "isatty": lambda self: tty})()
@@ -265,9 +259,7 @@ def test_no_color_is_respected(in_a_terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Tty()
     tell(open_terminal("auto", stream))
-    codes = {
-        code for found in re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue()) for code in found.split(";")
-    }
+    codes = {code for found in re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue()) for code in found.split(";")}
     assert codes <= {"", "0", "1", "2"}
 
 
@@ -289,9 +281,7 @@ def test_a_terminal_that_is_held_holds_nobody_up(in_a_terminal):
     assert "step 199" in screen(stream.getvalue())
 
 
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError, OSError(5, "Input/output error"), ValueError("closed file")]
-)
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError(5, "Input/output error"), ValueError("closed file")])
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_terminal_that_goes_away_ends_nothing(mode, error, in_a_terminal):
     class Gone(Tty):
@@ -329,8 +319,6 @@ def test_a_run_can_be_recorded_as_a_picture(until, there, absent, tmp_path, caps
         report.write(660, SCALARS)
         report.summary()
     picture = path.read_text().replace("&#160;", " ")
-    assert all(text in picture for text in ["jaxtrain", *there]) and not any(
-        text in picture for text in absent
-    )
+    assert all(text in picture for text in ["jaxtrain", *there]) and not any(text in picture for text in absent)
     assert "url(http" not in picture and "@font-face" not in picture
     assert capsys.readouterr().out == ""

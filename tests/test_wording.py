@@ -84,9 +84,7 @@ def test_a_training_line_shows_any_metric_the_usual_first():
 
 
 def test_a_config_reads_as_it_is_typed():
-    config = ConfigDict(
-        {"seed": 0, "model": {"name": "cnn", "width": 32}, "augment": (), "evals": {}, "threads": 2}
-    )
+    config = ConfigDict({"seed": 0, "model": {"name": "cnn", "width": 32}, "augment": (), "evals": {}, "threads": 2})
     assert wording.render_config(config) == "\n".join(
         ["augment     = ()", "evals       = {}", "model.name  = 'cnn'", "model.width = 32", "seed        = 0"]
         + ["threads     = 2"]
