@@ -91,4 +91,8 @@ def _remarks(job: Job) -> list[str]:
         )
     if "validation" not in job.sources:
         remarks.append("no validation split: nothing chooses a best step")
+    elif own and job.config.best not in (job.judged or ()):
+        remarks.append(f"no metric {job.config.best!r} on validation (config.best): nothing chooses a best step")
+    if job.policy.compute != np.float32 and not {"parts", "dtype"} & set(contract.asked_for(job.builder, NAMES)):
+        remarks.append(f"step {job.step_name} does not ask for `dtype`: nothing in it is cast to {job.policy.compute}")
     return remarks

@@ -102,18 +102,22 @@ class Job:
     def rehearse(self) -> None:
         """Raises UserError for a step or evaluation that cannot be made, or a best step that nothing measures: what
         can be known before anything is computed or written."""
-        _ = self.outcome
-        judged, key = self.evaluations.get("eval"), judge.key_that_chooses(self.config)
-        if not key:
-            return
-        if judged is None or judged.step is None:
-            function = f"evaluate function in step {self.step_name}"
-            lacking = function if "validation" in self.sources else "validation split"
-            raise UserError(f"config.{key} is {self.config[key]!r}, but there is no {lacking} to tell what is best")
+        _ = self.outcome, self.evaluations
+        if key := judge.key_that_chooses(self.config):
+            if self.judged is None:
+                function = f"evaluate function in step {self.step_name}"
+                lacking = function if "validation" in self.sources else "validation split"
+                raise UserError(f"config.{key} is {self.config[key]!r}, but there is no {lacking} to tell what is best")
+            judge.refuse_unknown_metric(self.config, self.judged)
+
+    @functools.cached_property
+    def judged(self) -> list[str] | None:
+        """What the step measures on validation; None where it does not."""
+        if self.steps.evaluate is None or "validation" not in self.sources:
+            return None
         mask = jax.ShapeDtypeStruct((self.config.batch_size,), np.bool_, sharding=sharding.over_batch(self.mesh))
         with precision.scope(self.policy):
-            metrics = jax.eval_shape(judged.step, self.abstract, self.abstract_batch | {"mask": mask})
-        judge.refuse_unknown_metric(self.config, metrics)
+            return [*jax.eval_shape(self.steps.evaluate, self.abstract, self.abstract_batch | {"mask": mask})]
 
     @property
     def parts(self) -> Parts | None:

@@ -15,7 +15,7 @@ import tiny
 from conftest import REPOSITORY
 from flax import struct
 
-from jaxtrain import configfile, lookup, supply, train
+from jaxtrain import configfile, describe, lookup, supply, train
 from jaxtrain import main as entry
 from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.initialise import initialised
@@ -306,3 +306,18 @@ def test_parameters_of_another_run_are_taken_into_a_state_of_ones_own(tmp_path):
     assert tiny.same(state.params, first.state.params) and int(state.step) == 0
     with pytest.raises(UserError, match="the state of step test_own_steps:counting has none"):
         train.run(plain(total="2st", step=ME, init_from=str(tmp_path)), data=tiny.data())
+
+
+def test_the_header_says_what_a_step_of_ones_own_leaves_open():
+    gan, simclr, bare_step = (
+        describe.facts(job, None)
+        for job in (
+            train.build(config("gan")),
+            train.build(config("simclr")),
+            train.build(plain(step=ME, precision="bfloat16"), data=tiny.data()),
+        )
+    )
+    assert "examples.gan:gan" in gan.model and gan.optimizer.startswith("adam") and gan.total == 54_465
+    assert "no metric 'accuracy' on validation" in " ".join(gan.notes)
+    assert "examples.simclr:Contrast" in " ".join(simclr.notes) and "examples.simclr:simclr" in " ".join(simclr.notes)
+    assert bare_step.optimizer == "" and "does not ask for `dtype`" in " ".join(bare_step.notes)
