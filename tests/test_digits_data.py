@@ -47,6 +47,7 @@ def test_the_cut_never_changes():
 
 
 def test_roles_are_disjoint_stratified_and_test_does_not_move():
+    """Report 15: no example of validation is ever trained on; what is whose does not depend on the run or its seed."""
     roles = digits().open()
     ids = np.concatenate([source.ids for source in roles.values()])
     assert sorted(ids) == list(range(1797))

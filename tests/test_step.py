@@ -216,3 +216,35 @@ def test_sharded_parameters_train_like_replicated_ones():
 def test_a_sharding_rule_that_cannot_hold_is_refused(rule, named):
     with pytest.raises(UserError, match=named):
         train.build(tiny.config(sharding_rules=(rule,)), data=tiny.data())
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_each_update_moves_by_the_logged_learning_rate(accumulate):
+    """Report 19: 40 steps, warm-up 10, cosine to 0, a gradient of constant sign, whatever the accumulation."""
+    image, label = np.full((64, 8, 8, 1), 200, np.uint8), np.zeros((64,), np.int32)
+    data = sources.from_arrays(image, label, validation=0, test=0, num_classes=10)
+    config = tiny.config(
+        model=dict(name="nets:Scalar"),
+        optimizer=dict(name="sign_sgd", learning_rate=0.01),
+        schedule=dict(name="cosine", warmup="10st"),
+        total="40st",
+        accumulate=accumulate,
+        devices=2,
+    )
+    job = train.build(config, data=data)
+    state, weights, rates = job.initial(), [1.0], []
+    with job.batches(0, 40) as feed:
+        for batch in feed:
+            state, metrics = job.step(state, batch)
+            weights.append(float(state.params["kernel"][0, 0]))
+            rates.append(compute(metrics)["learning_rate"])
+    np.testing.assert_allclose(np.diff(weights), rates, atol=1e-6)
+    assert rates[0] == 0 and max(rates) == rates[10] == pytest.approx(0.01) and rates[-1] < 1e-4
+
+
+def test_clipping_is_of_the_whole_gradient_and_the_norm_logged_is_that_before_it():
+    """Report 31: micro-batches with gradients that cancel are clipped once, together."""
+    whole, whole_metrics = advanced(model=LINEAR, devices=1, clip_norm=0.05, steps=3)
+    parts, metrics = advanced(model=LINEAR, devices=1, clip_norm=0.05, steps=3, accumulate=16)
+    close(whole.params, parts.params, rtol=1e-5, atol=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(whole_metrics["grad_norm"], rel=1e-5) and metrics["grad_norm"] > 0.05

@@ -358,3 +358,15 @@ def test_weights_are_taken_from_another_run_and_a_missing_one_is_refused(tmp_pat
         np.testing.assert_array_equal(a, b)
     with pytest.raises(UserError, match="nowhere"):
         train.run(tiny.config(init_from=str(tmp_path / "nowhere")), data=tiny.data())
+
+
+def test_a_resume_with_another_seed_trains_on_no_example_of_validation():
+    """Report 15: three epochs, then another seed."""
+    seen = set()
+    for seed, start in ((0, 0), (7, 12)):
+        job = train.build(tiny.config(seed=seed, data=dict(name="digits")), data=None)
+        training, validation = job.sources["train"], job.sources["validation"]
+        with job.batches(start, start + 12) as batches:
+            for batch in batches:
+                seen |= {int(training.ids[number]) for number in np.asarray(batch["id"])}
+        assert not seen & {int(number) for number in validation.ids}
