@@ -8,5 +8,7 @@ from jaxtrain import config, terminal, train
 HERE = pathlib.Path(__file__).resolve().parent
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, terminal.record(str(HERE / "terminal.svg"), width=110, until=0.8):
+    picture = HERE / "terminal.svg"
+    with tempfile.TemporaryDirectory() as folder, terminal.record(str(picture), width=110, until=0.8):
         train.run(config.load(str(HERE.parent / "configs" / "digits.py")), pathlib.Path(folder) / "digits")
+    picture.write_text(picture.read_text().replace(folder, "/home/you/runs"))

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from jaxtrain import contract
 from jaxtrain.job import Job, build
 from jaxtrain.keys import KEYS
+from jaxtrain.lookup import options_of
 from jaxtrain.report import Facts, parameter_count, parameter_table, render_config
 from jaxtrain.supply import NAMES
 
@@ -67,19 +68,21 @@ def _data(job: Job) -> str:
 
 def _optimizer(job: Job) -> str:
     """What updates the parameters; "" where a step of a user's own does not take it from the config."""
-    config = job.config
     if not {"parts", "optimizer"} & set(contract.asked_for(job.builder, NAMES)):
         return ""
-    return f"{_named(config.optimizer)}, schedule {_named(config.schedule)}"
+    return f"{_named(job, 'optimizer')}, schedule {_named(job, 'schedule')}"
 
 
 def _part(job: Job, kind: str) -> str:
-    return f"{job.objects[kind]}, given as an object" if kind in job.objects else _named(job.config[kind])
+    return f"{job.objects[kind]}, given as an object" if kind in job.objects else _named(job, kind)
 
 
-def _named(part: ConfigDict) -> str:
-    options = {name: value for name, value in part.items() if name != "name"}
-    return f"{part.name}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+def _named(job: Job, key: str) -> str:
+    """ "cnn(width=64)": the part's name, and the options that are not at their builder's defaults."""
+    part, kind = job.config[key], KEYS[key].part
+    defaults = {name: option.default for name, option in options_of(kind, part.name).items()} if kind else {}
+    chosen = {name: value for name, value in part.items() if name != "name" and value != defaults.get(name, ...)}
+    return f"{part.name}({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
 
 
 def _remarks(job: Job) -> list[str]:

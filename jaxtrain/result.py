@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -15,7 +15,9 @@ from jaxtrain.data import sources
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job, build
-from jaxtrain.model import Model
+
+if TYPE_CHECKING:
+    from jaxtrain.model import Model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,7 +32,7 @@ class Trained:
         return self.job.config
 
     @property
-    def model(self) -> Model:
+    def model(self) -> "Model":
         """Raises UserError where a step of a user's own makes its networks itself."""
         if self.job.parts is None:
             raise UserError(f"step {self.job.step_name} is not made of config.model; its networks are its own")

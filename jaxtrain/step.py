@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jaxtrain import precision
 from jaxtrain.data.augment import Augment, to_unit
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import Last, Mean, empty, merge
-from jaxtrain.model import Model
 from jaxtrain.optim import Optimizer
 from jaxtrain.state import TrainState, counter
 from jaxtrain.tasks import Task
+
+if TYPE_CHECKING:  # at run time it would import flax.nnx, which a step of a user's own may not need
+    from jaxtrain.model import Model
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, Any]
@@ -25,7 +27,7 @@ Metrics = dict[str, Any]
 class Parts:
     """What a step is made of. Functions and constants; no arrays, no state."""
 
-    model: Model
+    model: "Model"
     task: Task
     optimizer: Optimizer
     policy: precision.Policy

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,15 @@ from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
 from jaxtrain import contract, lookup, optim, precision
-from jaxtrain import model as models
 from jaxtrain.data.augment import Augment, chain, to_unit
 from jaxtrain.data.sources import Dataset, Spec
 from jaxtrain.durations import parse_duration
 from jaxtrain.errors import UserError
 from jaxtrain.optim import Optimizer
 from jaxtrain.step import Parts, Steps
+
+if TYPE_CHECKING:
+    from jaxtrain.model import Model
 
 OF_AN_OPTIMIZER = ("optimizer", "schedule", "clip_norm", "decay_rules", "lr_rules", "frozen")
 READERS = {  # key of the config -> the names, one of which gives a step builder what the key sets
@@ -96,7 +98,9 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
     raw = task.inputs(batch)
     example = jax.eval_shape(lambda batch: task.inputs(given.preprocess(None, to_unit(batch))), batch)
     supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None
-    network = models.build_model(model if model is not None else config.model, **supplied)
+    from jaxtrain.model import build_model  # imports flax.nnx, a tenth of a second, and only this needs it
+
+    network = build_model(model if model is not None else config.model, **supplied)
     return Parts(
         model=network,
         task=task,
@@ -111,7 +115,7 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
     )
 
 
-def _params(network: models.Model, example: Any) -> Any:
+def _params(network: "Model", example: Any) -> Any:
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), example)
     return network.init(jax.random.key(0, impl="threefry2x32"), zeros)[0]
 
