@@ -1,6 +1,13 @@
-"""Fashion-MNIST through TFDS: 28×28 grey pictures of ten kinds of clothes.
+"""Fashion-MNIST through TFDS: 28×28 grey pictures of ten kinds of clothes, and a small network for a CPU.
 
-python -m jaxtrain.main --config=configs/fashion_mnist.py
+    python -m jaxtrain.main --config=configs/fashion_mnist.py
+
+Hardware: 2 cores of an AMD EPYC, no accelerator, which ran other work beside it
+Time: 7 min 54 s (370 examples/s)
+Accuracy: test 89.18 %, validation 89.97 %
+Runs: 1, JAX 0.10.2, seed 0
+
+Variants, not measured: `:width=32,epochs=20`, `:model=resnet,epochs=20`.
 """
 
 from jaxtrain.config import base_config
