@@ -17,6 +17,8 @@ from jaxtrain.data.sources import Source
 from jaxtrain.errors import JaxtrainError
 from jaxtrain.metrics import Count, as_monoids, compute, empty, merge
 
+IN_FLIGHT = 8  # batches handed to the device ahead of it, at most: more would only hold memory
+
 EvalStep = Callable[[Any, Any], dict[str, Any]]  # (state, batch) -> metrics
 
 
@@ -73,9 +75,11 @@ class Evaluator:
         assert evaluation.step is not None
         sums: Any = None
         with self.feed(evaluation.source) as batches:
-            for batch in batches:
+            for number, batch in enumerate(batches, start=1):
                 interrupt()
                 sums = accumulate(evaluation.step, state, sums, batch)
+                if number % IN_FLIGHT == 0:
+                    jax.block_until_ready(sums)
         values = compute(jax.device_get(sums))
         counted = int(values.pop("examples"))
         if counted != len(evaluation.source):
