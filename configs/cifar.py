@@ -1,6 +1,14 @@
-"""CIFAR-10 through TFDS: a small ResNet (He et al. 2015, section 4.2) on 32×32 colour pictures of ten classes.
+"""CIFAR-10 through TFDS: a ResNet-18 (He et al. 2015, v1.5) of width 16 on 32×32 colour pictures of ten classes.
 
-python -m jaxtrain.main --config=configs/cifar.py
+    python -m jaxtrain.main --config=configs/cifar.py
+
+Hardware: 2 cores of an AMD EPYC, no accelerator, which ran other work beside it
+Time: 35:14 for the 4 epochs (median 116 examples/s; it was stopped twice for minutes, which counts)
+Accuracy: test 73.11 %, validation 73.98 %, on pictures decoded from JPEG files, not the official ones
+Runs: 1, JAX 0.10.2, seed 0
+
+Variants, not measured: `:epochs=30`; `:width=64,epochs=60` on an accelerator; `:depth=20,width=0`
+is the ResNet-20 of the paper's section 4.2.
 """
 
 from jaxtrain.config import base_config
