@@ -137,6 +137,9 @@ class Loop:
 
     def run(self) -> None:
         """Until the last step, a signal, `max_minutes` or the end of patience."""
+        # A signal may have cut off evaluations that were due at the restored step.
+        if self.step and self.checkpoints is not None and self.evaluate(self.due.at(self.step)):
+            self.save(best=True)
         if self.complete():
             self.report.say(f"already finished at step {self.step}")
             if self.checkpoints is not None and self.checkpoints.latest() is None:  # a state from memory, to be kept
@@ -182,16 +185,17 @@ class Loop:
         self.sums, self.since, self.waited = self.zeros, self.step, 0.0
 
     def evaluate(self, due: set[str]) -> bool:
-        """Runs the evaluations that are due. True where validation found the best weights so far."""
+        """Runs the evaluations that are due and not yet reported. True where validation found the best weights."""
         best = False
-        for name in due & self.job.evaluations.keys():
+        reported = {key.split("/")[0] for line in self.report.history if line["step"] == self.step for key in line}
+        for name in [name for name in self.job.evaluations if name in due - reported]:
             self.pace.settle()
             self.behind.flush()
             self.report.status(f"evaluating {name}…")
             try:
                 values = self.job.evaluate(name, self.state, self.stop.check)
             except Stopped:
-                return False
+                break
             finally:
                 self.report.status()
             if name == "eval":

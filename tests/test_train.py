@@ -370,3 +370,34 @@ def test_a_resume_with_another_seed_trains_on_no_example_of_validation():
             for batch in batches:
                 seen |= {int(training.ids[number]) for number in np.asarray(batch["id"])}
         assert not seen & {int(number) for number in validation.ids}
+
+
+def stop_once(predict, source):
+    """An evaluation during which the first process is told to end."""
+    if not os.environ.pop("STOP_ONCE", ""):
+        return {"calls": 1.0}
+    os.kill(os.getpid(), signal.SIGTERM)
+    return {"calls": 1.0}
+
+
+def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(tmp_path, monkeypatch):
+    """Report 37: what is reported at each step is what an uninterrupted run reports, best steps included."""
+    changes = dict(
+        evals=dict(
+            first=dict(source="test", fn="test_train:stop_once", every="8st"), second=dict(source="test", every="8st")
+        )
+    )
+    through = train.run(tiny.config(**changes), tmp_path / "a", data=tiny.data())
+    monkeypatch.setenv("STOP_ONCE", "yes")
+    stopped = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
+    assert stopped.exit_code == 143 and int(stopped.state.step) == 8
+    assert not any("eval_second/loss" in line for line in stopped.history)
+    resumed = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
+
+    def told(result, key):
+        return [(line["step"], line[key]) for line in result.history if key in line]
+
+    for key in ("eval/loss", "eval_first/calls", "eval_second/loss", "test/loss"):
+        assert told(resumed, key) == told(through, key)
+    kept = [checkpoint.Checkpoints(tmp_path / name / "checkpoints").best() for name in "ab"]
+    assert kept[0] == kept[1]
