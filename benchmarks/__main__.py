@@ -1,4 +1,4 @@
-"""python -m benchmarks [loop] [startup]: one table, the aim beside each figure. Wants a machine that is idle."""
+"""python -m benchmarks [loop] [startup] [checkpoint]: a table, the aim beside each figure. Wants an idle machine."""
 
 import datetime
 import importlib
@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.table import render
 
-NAMES = ("loop", "startup")
+NAMES = ("loop", "startup", "checkpoint")
 
 
 def main() -> int:

@@ -19,8 +19,9 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +29,8 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.errors import JaxtrainError, StorageError, UserError
 from jaxtrain.manifest import NAME, Damaged, Leaf, Manifest, checksums, sync, sync_all
+
+_Used = TypeVar("_Used")
 
 _log = logging.getLogger("jaxtrain")
 
@@ -67,7 +70,7 @@ class Checkpoints:
         self._failure: JaxtrainError | None = None
         self._saves = 0
         self._damaged: set[int] = set()
-        self._verified: int | None = None  # read whole by latest() or best() just now: restore trusts it once
+        self._verified: int | None = None  # read whole by latest() or best() just now: reading trusts it once
         logging.getLogger("absl").addFilter(_quiet_orbax)
 
     # Writing
@@ -159,11 +162,13 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest step that verifies, byte by byte; None if there is none. Says what it passes over."""
-        return self._newest(lambda manifest: True)
+        found = self._newest(lambda manifest: True, self._verify)
+        return None if found is None else found[0]
 
     def best(self) -> int | None:
         """The newest step that was saved as the best and verifies; None if there is none."""
-        return self._newest(lambda manifest: manifest.best)
+        found = self._newest(lambda manifest: manifest.best, self._verify)
+        return None if found is None else found[0]
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that `step` was saved with. Raises as `restore` does."""
@@ -180,15 +185,14 @@ class Checkpoints:
         device. Raises: UserError, if the step is not there, or if a path, shape or dtype differs (before
         anything is read); StorageError, if the checkpoint is damaged.
         """
-        manifest = self._manifest(step)
-        flat = _flatten(abstract)
-        self._refuse_differences(step, manifest.leaves, {path: _leaf(path, leaf) for path, leaf in flat.items()})
-        arrays = self._read(manifest, {path: _sharding(leaf) for path, leaf in flat.items()})
-        impls = [manifest.leaves[path].impl for path in flat]
-        values = [
-            jax.random.wrap_key_data(arrays[p], impl=i) if i else arrays[p] for p, i in zip(flat, impls, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(abstract), values)
+        return self._restore(self._manifest(step), abstract)
+
+    def restore_latest(self, abstract: Any) -> tuple[int, Any] | None:
+        """The newest step that verifies and its tree: `latest` and `restore` in one reading. None if there is none.
+
+        Says what it passes over. Raises: UserError, as `restore` does, for the first step that is not damaged.
+        """
+        return self._newest(lambda manifest: True, lambda manifest: self._restore(manifest, abstract))
 
     def restore_flat(self, step: int, prefix: str = "") -> dict[str, np.ndarray]:
         """NumPy arrays by path: those of `step` whose path is `prefix` ("params") or lies below it.
@@ -258,7 +262,7 @@ class Checkpoints:
         for step in self._steps():
             with contextlib.suppress(Damaged, UserError):
                 manifest = Manifest.read(self._path(step))
-                manifest.check_sizes(self._path(step))
+                manifest.check_files(self._path(step))
                 if step <= newest and step not in self._damaged:
                     sound[step] = manifest.best
         held = set(sorted(sound)[-self._keep :]) | {max((s for s, best in sound.items() if best), default=newest)}
@@ -293,22 +297,23 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         return [step for step in self._numbered() if (self._path(step) / NAME).is_file()]
 
-    def _newest(self, wanted: Callable[[Manifest], bool]) -> int | None:
+    def _newest(self, wanted: Callable[[Manifest], bool], use: Callable[[Manifest], _Used]) -> tuple[int, _Used] | None:
+        """The newest step that is wanted and not found Damaged by `use`, and what came of that."""
         self.wait()
         for step in reversed(self._numbered()):
             try:
                 manifest = Manifest.read(self._path(step))
-                if not wanted(manifest):
-                    continue
-                manifest.verify(self._path(step))
+                if wanted(manifest):
+                    return step, use(manifest)
             except Damaged as error:
                 if step not in self._damaged:
                     self._say(f"{error}; passed over")
                 self._damaged.add(step)
-            else:
-                self._verified = step
-                return step
         return None
+
+    def _verify(self, manifest: Manifest) -> None:
+        manifest.verify(self._path(manifest.step))
+        self._verified = manifest.step
 
     def _manifest(self, step: int) -> Manifest:
         self.wait()
@@ -317,12 +322,37 @@ class Checkpoints:
             raise UserError(f"{self._path(step)} does not exist; the steps in {self.folder} are: {known}")
         return Manifest.read(self._path(step))
 
+    def _restore(self, manifest: Manifest, abstract: Any) -> Any:
+        flat = _flatten(abstract)
+        wanted = {path: _leaf(path, leaf) for path, leaf in flat.items()}
+        self._refuse_differences(manifest.step, manifest.leaves, wanted)
+        arrays = self._read(manifest, {path: _sharding(leaf) for path, leaf in flat.items()})
+        impls = [manifest.leaves[path].impl for path in flat]
+        values = [
+            jax.random.wrap_key_data(arrays[p], impl=i) if i else arrays[p] for p, i in zip(flat, impls, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(abstract), values)
+
     def _read(self, manifest: Manifest, shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, Any]:
-        """The arrays at these paths, on these shardings (None: NumPy); verified first."""
+        """The arrays at these paths, on these shardings (None: NumPy).
+
+        The files are verified while orbax reads them; nothing is given out before both are done.
+        """
         folder = self._path(manifest.step)
-        if self._verified != manifest.step:
-            manifest.verify(folder)
-        self._verified = None
+        if self._verified == manifest.step:
+            self._verified = None
+            return self._load(manifest, shardings)
+        manifest.check_files(folder)
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
+            verified = pool.submit(manifest.check_sums, folder)
+            try:
+                return self._load(manifest, shardings)
+            finally:  # damage says more than what orbax made of it
+                verified.result()
+
+    def _load(self, manifest: Manifest, shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, Any]:
+        """What orbax reads, unverified."""
+        folder = self._path(manifest.step)
         empty = {path for path in shardings if 0 in manifest.leaves[path].shape}  # orbax stores none of these
         args = {path: _restore_args(sharding) for path, sharding in shardings.items() if path not in empty}
         request = ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True)

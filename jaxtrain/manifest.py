@@ -1,7 +1,7 @@
 """What a checkpoint must hold: `manifest.json`, written last, and the checksums that make it trustworthy.
 
-A folder without a sound manifest is no checkpoint. The checksum is zlib's CRC-32, one per 16 MiB of a file:
-several threads check one large file.
+A folder without a sound manifest is no checkpoint. The checksum is CRC-32C, which processors compute about as fast
+as they read memory, one per 16 MiB of a file: several threads check one large file. Format 1 had zlib's CRC-32.
 """
 
 import dataclasses
@@ -9,16 +9,22 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+import crc32c
+
 from jaxtrain.errors import StorageError, UserError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
-CHUNK = 16 * 2**20  # bytes under one CRC-32; part of the format
-_BLOCK = 2**20  # bytes read at a time
+CHUNK = 16 * 2**20  # bytes under one checksum; part of the format
+_SUMS: dict[int, tuple[str, Callable[[Any, int], int]]] = {  # format → its checksum, by name in the manifest
+    1: ("crc32", zlib.crc32),
+    2: ("crc32c", crc32c.crc32c),
+}
+_BLOCK = 2**20  # bytes read at a time. Not mapped: a disk error would be a signal then, and end the process
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -41,7 +47,7 @@ class Leaf:
 @dataclasses.dataclass(frozen=True)
 class File:
     size: int  # bytes
-    crc32: tuple[int, ...]  # one per CHUNK bytes
+    sums: tuple[int, ...]  # one checksum per CHUNK bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Manifest:
 
     step: the step of the state. best: when it was saved, it was the best so far. meta: the caller's own JSON
     object. leaves: path ("params/conv1/kernel") to shape and dtype. arrays: the folder beside the manifest
-    that holds orbax's files. files: path below that folder to size and checksums.
+    that holds orbax's files. files: path below that folder to size and checksums. format: the number it was
+    read with; what is written has the newest.
     """
 
     step: int
@@ -59,11 +66,17 @@ class Manifest:
     leaves: dict[str, Leaf]
     arrays: str
     files: dict[str, File]
+    format: int = FORMAT
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes `folder/manifest.json` in one move: after a crash there is the old one or the new one."""
-        body = _plain(dataclasses.asdict(self))
-        text = json.dumps({"format": FORMAT, "crc32": _crc_of_body(body), **body}, indent=1)
+        name, _ = _SUMS[FORMAT]
+        body = dataclasses.asdict(self) | {
+            "files": {path: {"size": file.size, name: file.sums} for path, file in self.files.items()}
+        }
+        del body["format"]
+        body = json.loads(json.dumps(body))  # as it will be read: string keys, lists for tuples
+        text = json.dumps({"format": FORMAT, name: _sum_of_body(FORMAT, body), **body}, indent=1)
         temporary = folder / (NAME + ".writing")
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -76,62 +89,81 @@ class Manifest:
     def read(cls, folder: pathlib.Path) -> Self:
         """Reads `folder/manifest.json`; the name of `folder` must be the step.
 
-        Raises: Damaged, if it is missing, cut or altered; UserError, if a later version wrote it.
+        Raises: Damaged, if it is missing, cut or altered, or names a file outside of its folder; UserError, if
+        a later version wrote it.
         """
-        try:
-            content = json.loads((folder / NAME).read_bytes())
-            number = content.pop("format")
-            expected = content.pop("crc32")
-        except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(f"{folder} has no {NAME}: its save did not finish") from None
-        except OSError as error:
-            raise Damaged(f"{folder / NAME} cannot be read: {error.strerror}") from error
-        except (ValueError, AttributeError, KeyError, TypeError):
-            raise Damaged(f"{folder / NAME} is not a whole manifest") from None
-        if isinstance(number, int) and number > FORMAT:
+        number, content = _content(folder)
+        sums = {name: content.pop(name) for name, _ in _SUMS.values() if name in content}
+        sound = [known for known in _SUMS if sums.get(_SUMS[known][0]) == _sum_of_body(known, content)]
+        if isinstance(number, int) and number > FORMAT and not sound:  # else it is the number that was altered
             raise UserError(
                 f"{folder} has checkpoint format {number}, and this jaxtrain reads up to {FORMAT}: "
                 "update jaxtrain to use it"
             )
-        if number != FORMAT or expected != _crc_of_body(content):
+        if number not in sound:
             raise Damaged(f"{folder / NAME} was altered: its own checksum does not fit")
-        if str(content["step"]) != folder.name:
-            raise Damaged(f"{folder} holds step {content['step']}")
-        content["leaves"] = {k: Leaf(tuple(v.pop("shape")), **v) for k, v in content["leaves"].items()}
-        content["files"] = {k: File(v["size"], tuple(v["crc32"])) for k, v in content["files"].items()}
-        return cls(**content)
+        try:
+            manifest = cls(**content | _parsed(number, content))
+            outside = [name for name in (manifest.arrays, *manifest.files) if not _stays_inside(name)]
+        except (ValueError, AttributeError, KeyError, TypeError):
+            raise _cut(folder) from None
+        if str(manifest.step) != folder.name:
+            raise Damaged(f"{folder} holds step {manifest.step}")
+        if outside:
+            raise Damaged(f"{folder / NAME} names {outside[0]!r}, which is not inside the checkpoint")
+        return manifest
 
-    def check_sizes(self, folder: pathlib.Path) -> None:
-        """Looks at names and sizes only. Raises: Damaged, naming the first file that is missing or cut."""
-        for name, file in self.files.items():
-            path = folder / self.arrays / name
-            if not path.is_file():
-                raise Damaged(f"{path} is missing")
-            if (size := path.stat().st_size) != file.size:
-                raise Damaged(f"{path} has {size:,} bytes, expected {file.size:,}")
+    def check_files(self, folder: pathlib.Path) -> None:
+        """Looks at names and sizes only. Raises: Damaged, naming the first file that is missing, cut or foreign.
+
+        Hidden files are no fault: file managers and network file systems leave them anywhere.
+        """
+        arrays = folder / self.arrays
+        try:
+            for name, file in self.files.items():
+                path = arrays / name
+                if not path.is_file():
+                    raise Damaged(f"{path} is missing")
+                if (size := path.stat().st_size) != file.size:
+                    raise Damaged(f"{path} has {size:,} bytes, expected {file.size:,}")
+            for path in (arrays, *arrays.rglob("*")):
+                if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+                    raise Damaged(f"{path} is a link that leads out of the checkpoint")
+                hidden = path.name.startswith(".")
+                if path.is_file() and not hidden and path.relative_to(arrays).as_posix() not in self.files:
+                    raise Damaged(f"{path} was not there when the checkpoint was written")
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
+            raise _unreadable(folder, error) from error
 
     def verify(self, folder: pathlib.Path) -> None:
         """Reads every byte. Raises: Damaged, naming the first file that differs from what was written."""
-        self.check_sizes(folder)
+        self.check_files(folder)
+        self.check_sums(folder)
+
+    def check_sums(self, folder: pathlib.Path) -> None:
+        """The second half of `verify`."""
         try:
-            found = checksums(folder / self.arrays, list(self.files))
+            found = checksums(folder / self.arrays, list(self.files), self.format)
         except OSError as error:
-            raise Damaged(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+            raise _unreadable(folder, error) from error
         for name, file in self.files.items():
             if found[name] != file:
                 raise Damaged(f"{folder / self.arrays / name} was altered: its checksum does not fit")
 
 
-def checksums(folder: pathlib.Path, names: list[str] | None = None) -> dict[str, File]:
-    """Size and CRC-32 of files below `folder`, by their path below it. names: which (default: all)."""
-    names = sorted(str(p.relative_to(folder)) for p in _files(folder)) if names is None else names
+def checksums(folder: pathlib.Path, names: list[str] | None = None, number: int = FORMAT) -> dict[str, File]:
+    """Size and checksums of files below `folder`, by their path below it.
+
+    names: which (default: all). number: of the manifest's format.
+    """
+    names = sorted(p.relative_to(folder).as_posix() for p in _files(folder)) if names is None else names
     sizes = {name: (folder / name).stat().st_size for name in names}
     chunks = [(name, start) for name in names for start in range(0, sizes[name], CHUNK)]
     found: dict[str, list[int]] = {name: [] for name in names}
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="crc32") as pool:
-        for (name, _), value in zip(
-            chunks, pool.map(lambda c: _crc_of_chunk(folder / c[0], c[1]), chunks), strict=True
-        ):
+    _, function = _SUMS[number]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksum") as pool:
+        values = pool.map(lambda chunk: _sum_of_chunk(function, folder / chunk[0], chunk[1]), chunks)
+        for (name, _), value in zip(chunks, values, strict=True):
             found[name].append(value)
     return {name: File(sizes[name], tuple(found[name])) for name in names}
 
@@ -155,21 +187,55 @@ def _files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def _crc_of_chunk(path: pathlib.Path, start: int) -> int:
+def _sum_of_chunk(function: Callable[[Any, int], int], path: pathlib.Path, start: int) -> int:
     buffer = memoryview(bytearray(_BLOCK))
     value, left = 0, CHUNK
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while left and (count := file.readinto(buffer[: min(left, _BLOCK)])):
-            value = zlib.crc32(buffer[:count], value)
+            value = function(buffer[:count], value)
             left -= count
     return value
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON gives it back: string keys, lists for tuples."""
-    return json.loads(json.dumps(value))
+def _sum_of_body(number: int, body: dict[str, Any]) -> int:
+    _, function = _SUMS[number]
+    covered = body if number == 1 else {"format": number, **body}
+    return function(json.dumps(covered, sort_keys=True).encode(), 0)
 
 
-def _crc_of_body(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+def _content(folder: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """The format number in `folder/manifest.json`, and the rest of it."""
+    try:
+        content = json.loads((folder / NAME).read_bytes())
+        return content.pop("format"), content
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{folder} has no {NAME}: its save did not finish") from None
+    except OSError as error:
+        raise _unreadable(folder / NAME, error) from error
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        raise _cut(folder) from None
+
+
+def _parsed(number: int, content: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a manifest that are more than plain JSON."""
+    name, _ = _SUMS[number]
+    return {
+        "leaves": {path: Leaf(**leaf | {"shape": tuple(leaf["shape"])}) for path, leaf in content["leaves"].items()},
+        "files": {path: File(file["size"], tuple(file[name])) for path, file in content["files"].items()},
+        "format": number,
+    }
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a name from a manifest leads to below the folder that it is put behind."""
+    path = pathlib.PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _unreadable(folder: pathlib.Path, error: Exception) -> Damaged:
+    return Damaged(f"{getattr(error, 'filename', None) or folder} cannot be read: {getattr(error, 'strerror', error)}")
+
+
+def _cut(folder: pathlib.Path) -> Damaged:
+    return Damaged(f"{folder / NAME} is not a whole manifest")

@@ -28,7 +28,7 @@ from jaxtrain.curves import in_notebook
 from jaxtrain.data.feed import Feed
 from jaxtrain.describe import facts
 from jaxtrain.due import Due
-from jaxtrain.errors import NonFiniteError, UserError
+from jaxtrain.errors import NonFiniteError, StorageError, UserError
 from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
@@ -83,8 +83,9 @@ def run(
 
 def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any) -> tuple[Any, Any]:
     """The state to begin with, and the sums of a report interval that a checkpoint cut in two."""
-    latest = checkpoints.latest() if checkpoints else None
-    if latest is not None and checkpoints is not None:
+    found = checkpoints.restore_latest({"state": job.abstract, "sums": abstract_sums(job)}) if checkpoints else None
+    if found is not None:
+        latest, restored = found
         if latest > job.total_steps:
             raise UserError(
                 f"the workdir holds step {latest}, and config.total is {job.total_steps} steps; "
@@ -93,7 +94,6 @@ def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any)
         if state is not None:
             raise UserError(f"the workdir holds step {latest}, and a state was given too; take another workdir")
         report.cut(latest)
-        restored = checkpoints.restore(latest, {"state": job.abstract, "sums": abstract_sums(job)})
         report.say(f"resumed at step {latest}")
         return restored["state"], restored["sums"]
     report.cut(0)
@@ -179,6 +179,8 @@ class Loop:
 
     def write_interval(self) -> None:
         """Ends a report interval. What is written now is the one before it."""
+        if self.checkpoints is not None:
+            self.checkpoints.check()  # a save that failed in the background ends the run here
         if self.step == self.since:
             return
         self.behind.push(Interval(self.step, self.sums, *self.pace.take(), self.waited))
@@ -260,6 +262,11 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     loop.behind.flush()
     if loop.checkpoints is not None:
         loop.checkpoints.wait()
+        if (latest := loop.checkpoints.latest()) != loop.step:  # exit code 0 says that it is there and loads
+            raise StorageError(
+                f"checkpoint {loop.checkpoints.folder / str(loop.step)} is not sound now that the run is over; "
+                f"the newest good step is {latest}: start the run again, on a disk that can be trusted"
+            )
     tested = any(key.startswith("test/") for line in report.history for key in line)
     if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:
         with contextlib.suppress(Stopped):

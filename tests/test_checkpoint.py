@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import logging
 import os
 import pathlib
@@ -268,13 +267,29 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(folder: pathlib
     assert not (folder / "nowhere").exists()
 
 
-def test_a_later_format_is_refused_by_its_number(folder: pathlib.Path) -> None:
+@pytest.mark.parametrize("sums", ["crc32c", "sha256"])
+def test_a_later_format_is_refused_by_its_number(folder: pathlib.Path, sums: str, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:  # the later version
+        patch.setattr(manifest, "FORMAT", 99)
+        patch.setitem(manifest._SUMS, 99, (sums, manifest.zlib.adler32))
+        dataclasses.replace(manifest.Manifest.read(folder / "20")).write(folder / "20")
     checkpoints = Checkpoints(folder)
-    path = folder / "20" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    for read in (checkpoints.latest, lambda: checkpoints.restore(20, abstract(small(0)))):
+    for read in (
+        checkpoints.latest,
+        lambda: checkpoints.restore(20, abstract(small(0))),
+        lambda: checkpoints.restore_latest(abstract(small(0))),
+    ):
         with pytest.raises(UserError, match=f"format 99, and this jaxtrain reads up to {manifest.FORMAT}"):
             read()
+
+
+def test_a_step_given_up_by_a_later_version_is_not_deleted(folder: pathlib.Path) -> None:
+    path = folder / "10" / "manifest.json"
+    path.write_text('{"format": 99}')
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(30, small(30))
+        checkpoints.save(40, small(40))
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "40"]
 
 
 @pytest.mark.parametrize("options, match", [({"keep": 0}, "keep is 0"), ({}, "gs://bucket")])
@@ -341,6 +356,8 @@ DAMAGES: dict[str, Callable[[pathlib.Path], object]] = {
     "manifest halved": lambda f: halve(f / MANIFEST),
     "manifest of zeros": lambda f: (f / MANIFEST).write_bytes(bytes(500)),
     "manifest a list": lambda f: (f / MANIFEST).write_text("[]"),
+    "format number altered": lambda f: edit(f / MANIFEST, '"format": 2', '"format": 3'),
+    "format number lowered": lambda f: edit(f / MANIFEST, '"format": 2', '"format": 1'),
     "manifest altered": lambda f: edit(f / MANIFEST, '"best": false', '"best": true'),
     "manifest of another step": lambda f: shutil.copy(f.parent / "10" / MANIFEST, f / MANIFEST),
 }
@@ -351,6 +368,8 @@ def test_a_damaged_checkpoint_is_passed_over_said_and_left(folder: pathlib.Path,
     DAMAGES[name](folder / "20")
     said: list[str] = []
     checkpoints = Checkpoints(folder, keep=1, say=said.append)
+    found = checkpoints.restore_latest(abstract(small(0)))
+    assert found is not None and found[0] == 10 and as_bytes(found[1]) == as_bytes(small(10))
     assert checkpoints.latest() == checkpoints.latest() == 10
     assert len(said) == 1 and str(folder / "20") in said[0] and "\n" not in said[0]
     assert as_bytes(checkpoints.restore(10, abstract(small(10)))) == as_bytes(small(10))
@@ -393,6 +412,7 @@ def test_every_flipped_bit_is_found(folder: pathlib.Path) -> None:
 
 def test_nothing_there_is_none(tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path / "nowhere")
+    assert checkpoints.restore_latest({}) is None
     assert checkpoints.latest() is None and checkpoints.best() is None and checkpoints.steps() == []
 
 
@@ -569,8 +589,10 @@ def test_a_vanished_folder_is_not_made_again(folder: pathlib.Path) -> None:
 
 
 def test_an_unreadable_file_is_passed_over(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = manifest.zlib.crc32
-    monkeypatch.setattr(manifest.zlib, "crc32", lambda *a: disk_full() if isinstance(a[0], memoryview) else read(*a))
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(manifest, "_sum_of_chunk", fail)
     said: list[str] = []
     assert Checkpoints(folder, say=said.append).latest() is None
     assert len(said) == 2 and all("cannot be read" in line for line in said)
