@@ -26,16 +26,19 @@ exit codes: 0 done; 2 a mistake, told in one line; 3 NaN or infinity; 5 storage;
 """
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the overrides as "key=value". Raises UserError, one line, for what is neither."""
-    parser = _parser()
+def parse(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the overrides as "key=value". Raises UserError, one line, for what is neither.
+
+    `parser` is that of another command, which has a flag --config too.
+    """
+    parser = parser or _parser()
     flags, rest = parser.parse_known_args(list(argv))
     stray = next((place for place, each in enumerate(rest) if not _is_override(each)), None)
     if stray is not None:
         following = [each for each in rest[stray + 1 : stray + 2] if not each.startswith("-")]
         raise UserError(_explained(rest[stray], following, parser))
     if not flags.config:
-        raise UserError("no config given: python -m jaxtrain.main --config=configs/digits.py (--help tells more)")
+        raise UserError(f"no config given: {parser.prog} --config=configs/digits.py (--help tells more)")
     return flags, [each.removeprefix("--config.") for each in rest]
 
 
@@ -56,13 +59,15 @@ def _explained(argument: str, following: list[str], parser: argparse.ArgumentPar
     return f"unknown argument {argument!r}.{lookup.choices_hint(name, flags)}"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Mistakes are UserErrors."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removesuffix('.')}; --help tells more")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxtrain.main",
         description="Trains, resumes or evaluates what a config file describes.",
         epilog="\n".join([EXAMPLES, *map(_section, KINDS)]),

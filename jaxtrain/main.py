@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -14,11 +14,16 @@ from jaxtrain.errors import JaxtrainError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line. Returns the exit code: 0 done, 2 a user's mistake, others as `errors` says."""
+    return guarded(run, argv)
+
+
+def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Runs a command in the user's folder, its mistakes told in one line. Returns the exit code."""
     devices.quiet()
     if os.getcwd() not in sys.path:  # a user's own "my_lab.nets:unet", also from the installed command
         sys.path.insert(0, os.getcwd())
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return command(sys.argv[1:] if argv is None else argv)
     except JaxtrainError as error:
         complain(error)
         return error.exit_code

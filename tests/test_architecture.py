@@ -11,6 +11,12 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxtrain"
 
 # From the command line down to the errors. A module imports only from lines below its own, or beside itself.
 ROOMS = """
+verify
+answers shorten moments
+child
+compare rehearsal
+poison faults
+inflict
 main commandline
 train
 describe result initialise

@@ -1,0 +1,263 @@
+"""One process of a run under `jaxtrain.verify`: the command that a user would give, with a fault arranged around it.
+
+    python -m jaxtrain.rehearsal PLAN          PLAN is a `Plan` as JSON
+
+The training path knows nothing of this. The functions that mark where a run is are wrapped before it starts; each
+passes on what it got, tells the parent through a pipe (no file: the disk may be full) and lets the fault fall.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxtrain import devices, inflict
+from jaxtrain import main as entry
+from jaxtrain.faults import Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """arguments: of `jaxtrain.main`. notes: the descriptor of the pipe to the parent, JSON lines.
+
+    goal: the step after which the run ends itself with a SIGTERM; 0: none. seconds: after which it takes the step
+    that it is at for its goal; 0: never. poison: data positions whose loss is NaN; None: the step is as it is.
+    """
+
+    arguments: tuple[str, ...]
+    workdir: str
+    notes: int
+    goal: int = 0
+    seconds: float = 0.0
+    fault: Fault | None = None
+    poison: tuple[int, ...] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        content = json.loads(text)
+        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+        fault = content["fault"] and Fault(**content["fault"])
+        return cls(**content | lists | {"fault": fault})
+
+
+class Stage:
+    """Where the run is; tells the parent, and lets the fault fall."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.loop: Any = None  # jaxtrain.train.Loop, once it runs
+        self._began = time.monotonic()
+        self._fallen = threading.Lock()
+        self._ending = False
+
+    @property
+    def step(self) -> int:
+        """The last step handed to the device; -1 before the loop."""
+        return -1 if self.loop is None else int(self.loop.step)
+
+    def note(self, **facts: Any) -> None:
+        """One line to the parent. A single small write: a SIGKILL cannot tear it."""
+        os.write(self.plan.notes, json.dumps(facts).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Marks a phase, at `step`; a fault that is due in it falls before it is over."""
+        began, fault, at = time.monotonic(), self.plan.fault, self.step if step is None else step
+        due = fault is not None and fault.where == name and at >= fault.after
+        timer = threading.Timer(fault.seconds, self.fall) if fault is not None and due else None
+        if timer:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            self.note(phase=name, at=at, seconds=time.monotonic() - began)
+            if timer:
+                timer.cancel()
+                self.fall()
+
+    def begin_step(self) -> None:
+        """Called before a batch is handed to the next step."""
+        fault, step = self.plan.fault, self.step + 1
+        if fault is not None and fault.step and step >= fault.step:
+            if fault.kind == "kill":  # somewhere in the step
+                threading.Timer(fault.seconds, self.fall).start()
+            else:
+                self.fall()
+        late = self.plan.seconds and time.monotonic() - self._began > self.plan.seconds
+        if (late or step == self.plan.goal) and not self._ending:
+            self._ending = True
+            self.note(goal=step)
+            inflict.sigterm(self.plan)
+
+    def fall(self) -> None:
+        """The fault happens, once."""
+        if self.plan.fault is None or not self._fallen.acquire(blocking=False):
+            return
+        self.note(fault=str(self.plan.fault), at=self.step, time=time.time())
+        if told := inflict.ACTS[self.plan.fault.kind](self.plan):
+            self.note(**told)
+
+
+def arrange(stage: Stage) -> None:
+    """Wraps what marks where a run is. Imports JAX, before whose import `devices.quiet` must have run."""
+    from jaxtrain import poison, supply, train
+    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.data.feed import Feed
+    from jaxtrain.job import Job
+
+    _wrap(train, "build", _within(stage, "data"))
+    _wrap(Job, "evaluate", _within(stage, "evaluation"))
+    _wrap(train.Loop, "run", functools.partial(_run, stage))
+    _wrap(train, "plain_advance", functools.partial(_advance, stage))
+    batches = _Batches(stage)
+    _wrap(Job, "batches", batches.opened)
+    _wrap(Feed, "__next__", batches.taken)
+    saves = _Saves(stage)
+    _wrap(Checkpoints, "save", saves.begun)
+    _wrap(Checkpoints, "_finish", saves.finished)
+    if stage.plan.poison is not None:
+        _wrap(supply, "for_step", poison.poisonable)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts `around(original, …)` in the place of `owner.name`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(original, *args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def _within(stage: Stage, phase: str) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with stage.phase(phase):
+            return original(*args, **options)
+
+    return around
+
+
+def _run(stage: Stage, original: Callable[..., Any], loop: Any) -> Any:
+    stage.loop = loop
+    return original(loop)
+
+
+def _advance(stage: Stage, original: Callable[..., Any], job: Any) -> Callable[..., Any]:
+    """The step, of which the first call compiles."""
+    advance, compiled = original(job), False
+
+    def first_in_phase(*args: Any) -> Any:
+        nonlocal compiled
+        if compiled:
+            return advance(*args)
+        compiled = True
+        with stage.phase("compile"):
+            return advance(*args)
+
+    return first_in_phase
+
+
+class _Batches:
+    """The training feed: its batches are told by their ids; the data phase lasts until the first."""
+
+    def __init__(self, stage: Stage):
+        self._stage = stage
+        self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # feed → data position
+        self._offset = 0
+        self._phase = contextlib.ExitStack()
+
+    def opened(self, original: Callable[..., Any], job: Any, start: int = 0, stop: int | None = None) -> Any:
+        stage = self._stage
+        if stop is None:
+            self._phase.close()
+            self._phase.enter_context(stage.phase("data"))
+            self._offset = start - stage.step
+            stage.note(start=stage.step, offset=self._offset, total=job.total_steps, checkpoints=_listing(stage))
+        feed = original(job, start, stop)
+        if stop is None:
+            self._next[feed] = start
+        return feed
+
+    def taken(self, original: Callable[..., Any], feed: Any) -> Any:
+        position = self._next.get(feed)
+        if position is None:  # of an evaluation
+            return original(feed)
+        self._stage.begin_step()
+        batch = original(feed)
+        self._phase.close()
+        self._next[feed] = position + 1
+        self._stage.note(step=self._stage.step + 1, offset=self._offset, ids=_checksum(batch["id"]))
+        poisoned = self._stage.plan.poison
+        if poisoned is None:
+            return batch
+        from jaxtrain import poison
+
+        return poison.dose(batch, position, poisoned)
+
+
+class _Saves:
+    """A save lasts from its call until the thread in the background is done."""
+
+    def __init__(self, stage: Stage):
+        self._stage = stage
+        self._phase = contextlib.ExitStack()
+
+    def begun(self, original: Callable[..., Any], checkpoints: Any, step: int, *args: Any, **options: Any) -> Any:
+        checkpoints.wait()
+        self._phase.enter_context(self._stage.phase("checkpoint", step))
+        try:
+            return original(checkpoints, step, *args, **options)
+        except BaseException:
+            self._phase.close()
+            raise
+
+    def finished(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self._phase:
+            return original(*args, **options)
+
+
+def _listing(stage: Stage) -> list[str]:
+    """What lies in the folder of checkpoints."""
+    try:
+        return sorted(os.listdir(os.path.join(stage.plan.workdir, "checkpoints")))
+    except FileNotFoundError:
+        return []
+
+
+def _checksum(ids: Any) -> int:
+    """CRC-32 of the ids of a batch, read from the device."""
+    import jax
+    import numpy as np
+
+    with jax.transfer_guard("allow"):
+        return zlib.crc32(np.ascontiguousarray(ids).tobytes())
+
+
+def main(argv: list[str] | None = None) -> int:
+    plan = Plan.from_json((sys.argv[1:] if argv is None else argv)[0])
+    stage = Stage(plan)
+    devices.quiet()
+    with stage.phase("any"):
+        arrange(stage)
+        from jaxtrain import train
+
+        with contextlib.ExitStack() as rest:
+            _wrap(train, "finish", lambda original, *args: (rest.enter_context(stage.phase("end")), original(*args))[1])
+            return entry.main(list(plan.arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
