@@ -22,9 +22,9 @@ class Interval:
 class Behind:
     """Holds the latest interval back until the next one is there, or until somebody needs the log complete."""
 
-    def __init__(self, report: Report, batch_size: int, check: Callable[[dict[str, float]], None]):
+    def __init__(self, report: Report, batch_size: int, check: Callable[[int, dict[str, float]], None]):
         self._report = report
-        self._check = check  # may raise; sees the values after they are written
+        self._check = check  # (step, values); may raise, and sees them after they are written
         self._batch_size = batch_size
         self._held: Interval | None = None
 
@@ -38,7 +38,7 @@ class Behind:
         held, self._held = self._held, None
         if held is None:
             return
-        values = {f"train/{name}": value for name, value in compute(held.sums).items()}
+        values = _named(held.sums)
         if held.seconds > 0 and held.steps > 0:
             values["time/step_ms"] = 1e3 * held.seconds / held.steps
             values["time/examples_per_second"] = held.steps * self._batch_size / held.seconds
@@ -47,4 +47,16 @@ class Behind:
         shown = {name: value for name, value in values.items() if value or not name.startswith("train/skipped")}
         shown.pop("train/skipped_at", None)
         self._report.write(held.step, shown)
-        self._check(values)
+        self._check(held.step, values)
+
+    def look(self, step: int, sums: dict[str, Any]) -> None:
+        """Checks an interval that is not over, up to `step`."""
+        self._check(step, _named(sums))
+
+    def drop(self) -> None:
+        """Forgets what is held: its steps are undone."""
+        self._held = None
+
+
+def _named(sums: dict[str, Any]) -> dict[str, float]:
+    return {f"train/{name}": value for name, value in compute(sums).items()}

@@ -48,11 +48,13 @@ class Checkpoints:
         *,
         keep: int = 2,
         keep_every: Callable[[int], bool] | None = None,
+        anchor: Callable[[int], bool] | None = None,
         say: Callable[[str], None] = _log.warning,
     ):
         """folder: made by the first save. keep: how many of the newest stay, besides the best.
 
-        keep_every: true for a step that stays for good. say: is told, in one line each, what is passed over.
+        keep_every: true for a step that stays for good. anchor: true for a step that stays until there is a later
+        one such. say: is told, in one line each, what is passed over.
         """
         if "://" in os.fspath(folder):
             raise UserError(f"checkpoints go to a local or mounted folder, not to {os.fspath(folder)}")
@@ -62,6 +64,7 @@ class Checkpoints:
         self.folder = pathlib.Path(os.path.abspath(folder))
         self._keep = keep
         self._keep_every = keep_every or (lambda step: False)
+        self._anchor = anchor or (lambda step: False)
         self._say = say
         self._writing = self.folder / ".writing"
         self._deleting = self.folder / ".deleting"
@@ -160,9 +163,12 @@ class Checkpoints:
         self.wait()
         return self._steps()
 
-    def latest(self) -> int | None:
-        """The newest step that verifies, byte by byte; None if there is none. Says what it passes over."""
-        found = self._newest(lambda manifest: True, self._verify)
+    def latest(self, *, anchor: bool = False) -> int | None:
+        """The newest step that verifies, byte by byte; None if there is none. Says what it passes over.
+
+        anchor: of those only that the constructor's `anchor` holds for.
+        """
+        found = self._newest(lambda manifest: not anchor or self._anchor(manifest.step), self._verify)
         return None if found is None else found[0]
 
     def best(self) -> int | None:
@@ -266,6 +272,7 @@ class Checkpoints:
                 if step <= newest and step not in self._damaged:
                     sound[step] = manifest.best
         held = set(sorted(sound)[-self._keep :]) | {max((s for s, best in sound.items() if best), default=newest)}
+        held |= {max((step for step in sound if self._anchor(step)), default=newest)}
         for step in sorted(set(sound) - held):
             if not self._keep_every(step):
                 self._delete(self._path(step))

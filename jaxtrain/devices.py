@@ -26,6 +26,9 @@ Say = Callable[[str], None]
 
 # The first is JAX's name for the share of GPU memory, the second its older one; JAX refuses both together.
 MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Reductions in a fixed order, and no kernel chosen by a stopwatch: XLA's cache of such choices misses some
+# (openxla/xla issue 37902), so a recompilation could round otherwise. The second is part of the first, and says so.
+DETERMINISTIC = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 PLATFORMS = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}  # JAX's names for ours
 
@@ -40,7 +43,9 @@ def quiet() -> None:
 
 
 def prepare(config: ConfigDict, *, say: Say = print) -> None:
-    """Applies platform, devices, device_memory and compile_cache of a config; JAX's backend is not started.
+    """Applies platform, devices, device_memory, deterministic and compile_cache of a config.
+
+    JAX's backend is not started.
 
     Variables that the user set stay as they are. Where the backend is up already, as in a notebook, only what
     can still be changed is. Raises UserError, one line, for GPUs that are busy or not there, and for what
@@ -55,6 +60,8 @@ def prepare(config: ConfigDict, *, say: Say = print) -> None:
         _refuse_hidden(config.platform)
         if _may_use("gpu"):
             _prepare_gpus(config, say)
+            if config.deterministic and machine.gpus():
+                _prepare_determinism()
     compilecache.prepare(config.compile_cache, say)
 
 
@@ -129,6 +136,27 @@ def _refuse_late(config: ConfigDict) -> None:
             f"config.device_memory is {share}, but JAX has started; start Python anew with "
             f"{MEMORY[0]}={share} in its environment"
         )
+    if kind == "gpu" and config.deterministic and (lacking := _lacking_flags()):
+        flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *lacking]))
+        raise UserError(
+            f"config.deterministic is True, but JAX has started without it; start Python anew with "
+            f"XLA_FLAGS='{flags}' in its environment"
+        )
+
+
+def _prepare_determinism() -> None:
+    """Adds to XLA_FLAGS what GPUs need so that a step gives the same bits every time. Refuses what contradicts it."""
+    preset = os.environ.get("XLA_FLAGS", "")
+    for flag in _lacking_flags():
+        name = flag.partition("=")[0]
+        if other := next((each for each in preset.split() if each.partition("=")[0] == name), ""):
+            raise UserError(f"config.deterministic needs {flag}, but XLA_FLAGS says {other}; take one of them out")
+        preset = f"{preset} {flag}".strip()
+    os.environ["XLA_FLAGS"] = preset
+
+
+def _lacking_flags() -> list[str]:
+    return [flag for flag in DETERMINISTIC if flag not in os.environ.get("XLA_FLAGS", "").split()]
 
 
 def _prepare_gpus(config: ConfigDict, say: Say) -> None:

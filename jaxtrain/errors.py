@@ -18,9 +18,13 @@ class UserError(JaxtrainError):
 
 
 class NonFiniteError(JaxtrainError):
-    """The loss or a gradient was NaN or infinite, and the config says to stop."""
+    """The loss, a gradient or the state was NaN or infinite, and the config says to stop. `step` where it is known."""
 
     exit_code = 3
+
+    def __init__(self, message: str, step: int | None = None):
+        super().__init__(message)
+        self.step = step
 
 
 class StorageError(JaxtrainError):

@@ -125,8 +125,6 @@ KEYS = {
         "of computation; parameters stay float32 (float64 with float64)",
         Literal["auto", "float32", "tensorfloat32", "bfloat16", "float16", "float64"],
     ),
-    "on_nonfinite": Key("stop", "run", "at a loss or gradient that is NaN or infinite", Literal["stop", "skip"]),
-    "max_skipped": Key(100, "run", "updates skipped before the run stops", rule=NOT_NEGATIVE),
     "best": Key("accuracy", "run", "validation metric that chooses the best checkpoint"),
     "best_mode": Key("max", "run", "whether more of it is better", Literal["max", "min"]),
     "patience": Key(0, "run", "evaluations without a better one before stopping; 0: never", rule=NOT_NEGATIVE),
@@ -140,6 +138,11 @@ KEYS = {
         DEVICES,
     ),
     "device_memory": Key(0.0, "place", "share of GPU memory to take; 0: JAX's default", rule=SHARE),
+    "deterministic": Key(
+        False,
+        "place",
+        "GPUs: only kernels that give the same bits every time; costs speed, `python -m jaxtrain.verify` says how much",
+    ),
     "mesh": Key((("data", -1),), "place", "(axis, size) of the devices; -1: the rest", tuple[tuple[str, int], ...]),
     "sharding_rules": Key(
         (),
@@ -153,6 +156,16 @@ KEYS = {
     "loader": Key("auto", "place", "how the host reads", Literal["auto", "threads", "tf.data"]),
     "compile_cache": Key("auto", "place", "folder of compiled programs; 'auto': in the user's cache, '': none"),
     "eval_batch_size": Key(0, "place", "0: batch_size", rule=NOT_NEGATIVE),
+    # What a healthy run never meets: no part of the result, so that it may change after a fault
+    "on_nonfinite": Key(
+        "stop",
+        "place",
+        "at a loss or gradient that is NaN or infinite: stop the run, skip the update, or roll back to the last "
+        "checkpoint and leave out the batches from there to the fault",
+        Literal["stop", "skip", "rollback"],
+    ),
+    "max_skipped": Key(100, "place", "updates skipped before the run stops", rule=NOT_NEGATIVE),
+    "max_rollbacks": Key(10, "place", "rollbacks before the run stops", rule=NOT_NEGATIVE),
     # View
     "report_every": Key("50st", "view", "between two lines of metrics", rule=DURATION),
     "eval_every": Key("1ep", "view", "between two evaluations on validation; '': only at the end", rule=INTERVAL),

@@ -92,12 +92,8 @@ def build(config: Any, params: Any, total_steps: int, steps_of: StepsOf) -> Opti
     part = _part(config.optimizer)
     leaves = _leaves(params, config)
     clip = _number("config.clip_norm", config.clip_norm)
-    supplied = {"total_steps": total_steps, "steps_of": steps_of}
-    shape = lookup.build(config.schedule, lookup.SCHEDULES, "schedule", **supplied)
+    schedule = rate_schedule(config, total_steps, steps_of)
     transformation = _transformation(part, leaves, jax.tree.structure(params))
-
-    def schedule(step: Any) -> jax.Array:
-        return part.learning_rate * jnp.asarray(shape(step), jnp.float32)
 
     def init(params: Any) -> Any:
         start = transformation(np.float32(part.learning_rate)).init(_cast(params, _dtype(params)))
@@ -114,6 +110,14 @@ def build(config: Any, params: Any, total_steps: int, steps_of: StepsOf) -> Opti
         return new, opt_state, norm.astype(jnp.float32)
 
     return Optimizer(schedule, init, update)
+
+
+def rate_schedule(config: Any, total_steps: int, steps_of: StepsOf) -> Callable[[Any], jax.Array]:
+    """step (int32 []) → learning rate (float32 []), as a run of `total_steps` applies it. Raises UserError."""
+    supplied = {"total_steps": total_steps, "steps_of": steps_of}
+    shape = lookup.build(config.schedule, lookup.SCHEDULES, "schedule", **supplied)
+    peak = _part(config.optimizer).learning_rate
+    return lambda step: peak * jnp.asarray(shape(step), jnp.float32)
 
 
 def _part(optimizer: Any) -> _Part:

@@ -37,6 +37,7 @@ class Parts:
     accumulate: int = 1  # micro-batches a step
     unroll: bool = False  # micro-batches one after the other in the program, not in a compiled loop
     ema: float = 0.0  # decay of the averaged weights, or 0: none
+    halt: bool = True  # after a non-finite update nothing changes any more, until the loop has dealt with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,9 @@ def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainS
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].total)
     # A float16 gradient that overflows only asks for a smaller scale; it is a fault where none is smaller.
     fault = ~finite & precision.exhausted(state.loss_scale)
+    if parts.halt:
+        halted = state.skipped_at >= 0
+        finite, fault = finite & ~halted, fault & ~halted
     new = dataclasses.replace(
         state,
         params=params,
@@ -148,9 +152,7 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
     dropout = state.stream("dropout")
 
     def loss(params: Any, model_state: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
-        outputs, model_state = parts.model.apply(params, model_state, parts.task.inputs(rows), key=key, train=True)
-        outputs = precision.cast(outputs, parts.policy.output)  # losses in float32, whatever the model computes in
-        losses = parts.task.losses(outputs, rows)  # [B], or [] for a loss of the whole global batch
+        losses, outputs, model_state = forward(params, model_state, rows, key, parts)
         if losses.ndim == 0:
             _refuse_parts_of_a_whole(parts)
             total, metric = losses, Mean.of(losses)
@@ -171,7 +173,7 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
         more, (model_state, new) = gradient(state.params, model_state, rows, jax.random.fold_in(dropout, index))
         return (jax.tree.map(jnp.add, grads, more), model_state, merge(metrics, new)), None
 
-    micro = jax.tree.map(lambda x: _micro(x, parts.accumulate), dict(batch))
+    micro = micro_batches(batch, parts.accumulate)
     first = jax.tree.map(lambda x: x[0], micro)
     shapes = jax.eval_shape(gradient, state.params, state.model_state, first, dropout)[1][1]
     start = (jax.tree.map(jnp.zeros_like, state.params), state.model_state, empty(shapes))
@@ -180,6 +182,26 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
         add, start, (micro, steps), unroll=parts.accumulate if parts.unroll else 1
     )
     return grads, model_state, metrics
+
+
+def forward(params: Any, model_state: Any, rows: Batch, key: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Any]:
+    """(losses, outputs, model_state) in training, of a prepared batch or micro-batch with B rows.
+
+    The losses are [B], or [] for a loss of the whole global batch.
+    """
+    outputs, model_state = parts.model.apply(params, model_state, parts.task.inputs(rows), key=key, train=True)
+    outputs = precision.cast(outputs, parts.policy.output)  # losses in float32, whatever the model computes in
+    return parts.task.losses(outputs, rows), outputs, model_state
+
+
+def micro_batches(batch: Batch, parts: int) -> dict[str, jax.Array]:
+    """[B, ...] → [A, B/A, ...]: every A-th row together, so that each one lies on all devices as the batch did."""
+
+    def one(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])  # [B/A, A, ...]
+        return jnp.swapaxes(x, 0, 1)  # [A, B/A, ...]
+
+    return jax.tree.map(one, dict(batch))
 
 
 def moving_average(average: Any, latest: Any, decay: float) -> Any:
@@ -201,12 +223,6 @@ def _outputs(state: TrainState, batch: Batch, parts: Parts) -> Any:
         weights["params"], weights["model_state"], parts.task.inputs(batch), key=None, train=False
     )
     return precision.cast(outputs, parts.policy.output)
-
-
-def _micro(x: jax.Array, parts: int) -> jax.Array:
-    """Every parts-th row together, so that each micro-batch lies on all devices as the batch did."""
-    x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])  # [B/A, A, ...]
-    return jnp.swapaxes(x, 0, 1)  # [A, B/A, ...]
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

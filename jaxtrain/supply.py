@@ -112,6 +112,7 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
         accumulate=config.accumulate,
         unroll=unroll,
         ema=config.ema,
+        halt=config.on_nonfinite != "skip",
     )
 
 

@@ -10,17 +10,21 @@ evaluation, checkpoint, end) to the next, and returns to Python in between only 
 import contextlib
 import dataclasses
 import math
+import sys
 import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
-from jaxtrain import contract, devices, environment, precision, workdir
+from jaxtrain import contract, devices, precision, restart
+from jaxtrain import workdir as workdirs
 from jaxtrain.advance import abstract_sums, checked_advance, plain_advance, zero_sums
 from jaxtrain.behind import Behind, Interval
 from jaxtrain.checkpoint import Checkpoints
@@ -32,11 +36,17 @@ from jaxtrain.errors import NonFiniteError, StorageError, UserError
 from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
+from jaxtrain.nonfinite import study
 from jaxtrain.pace import Pace
 from jaxtrain.profiler import profiler
 from jaxtrain.report import Report
 from jaxtrain.result import Result
 from jaxtrain.stopping import Stopped, Stopper
+
+REMEDIES = (
+    "lower config.optimizer.learning_rate, set config.clip_norm, look with --debug, or bear it with "
+    "--config.on_nonfinite=skip or rollback"
+)
 
 
 def run(
@@ -62,26 +72,30 @@ def run(
     folder = None if workdir is None else Path(workdir).absolute()
     if profile and folder is None:
         raise UserError("a profile is written into the workdir, and this run has none; give one")
-    resumed, notes = continued(config, folder, mode, objects)
+    old = workdirs.read(folder) if folder else None
+    resumed, notes = restart.continued(config, folder, old, mode, objects)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stopper())
         job = build(resumed, **objects)
         job.rehearse()
+        refuse_rollback_to_nowhere(job, folder)
         stack.enter_context(precision.scope(job.policy))
         if mode == "eval":
             return evaluate(job, folder, stop)
         report = stack.enter_context(open_report(job, folder))
         report.header(facts(job, folder, notes))
         checkpoints = stack.enter_context(open_checkpoints(job, folder, report)) if folder else None
-        state, sums = start(job, checkpoints, report, state)
-        if folder:
-            record(job, config, folder, objects, report)
+        state, sums = start(job, checkpoints, report, state, old)
+        for change in restart.record(job, config, folder, objects) if folder else ():
+            report.warn(f"{change}: this run continues, it does not reproduce")
         loop = Loop(job, report, checkpoints, stop, state, sums, folder=folder, profile=profile, debug=debug)
         loop.run()
         return finish(loop, folder)
 
 
-def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any) -> tuple[Any, Any]:
+def start(
+    job: Job, checkpoints: Checkpoints | None, report: Report, state: Any, old: workdirs.Record | None
+) -> tuple[Any, Any]:
     """The state to begin with, and the sums of a report interval that a checkpoint cut in two."""
     found = checkpoints.restore_latest({"state": job.abstract, "sums": abstract_sums(job)}) if checkpoints else None
     if found is not None:
@@ -95,6 +109,8 @@ def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any)
             raise UserError(f"the workdir holds step {latest}, and a state was given too; take another workdir")
         report.cut(latest)
         report.say(f"resumed at step {latest}")
+        if warning := restart.another_length(job, old, latest):
+            report.warn(warning)
         return restored["state"], restored["sums"]
     report.cut(0)
     if state is None:
@@ -106,6 +122,12 @@ def start(job: Job, checkpoints: Checkpoints | None, report: Report, state: Any)
         # The loop donates its state; the caller keeps the one it gave.
         state = jax.tree.map(lambda leaf, like: jax.device_put(jnp.copy(leaf), like.sharding), state, job.abstract)
     return state, zero_sums(job)
+
+
+def restore(job: Job, checkpoints: Checkpoints, step: int) -> tuple[Any, Any]:
+    """State and sums as they were saved at `step`."""
+    restored = checkpoints.restore(step, {"state": job.abstract, "sums": abstract_sums(job)})
+    return restored["state"], restored["sums"]
 
 
 @dataclasses.dataclass
@@ -134,6 +156,7 @@ class Loop:
         self.pace = Pace()
         self.compiled = False
         self.since, self.waited = self.step, 0.0  # the report interval so far
+        self.rollbacks = 0
 
     def run(self) -> None:
         """Until the last step, a signal, `max_minutes` or the end of patience."""
@@ -145,17 +168,27 @@ class Loop:
             if self.checkpoints is not None and self.checkpoints.latest() is None:  # a state from memory, to be kept
                 self.save(best=False)
             return
-        start = self.step + int(self.state.offset)
+        if self.checkpoints is not None and self.job.config.on_nonfinite == "rollback" and not self.checkpoints.steps():
+            self.save(best=False)  # so that there is always one to go back to
         traces = (self.folder or Path()) / "profile"
-        with self.job.batches(start) as batches, profiler(traces, self.profile, self.report.say) as trace:
+        with profiler(traces, self.profile, self.report.say) as trace:
+            while not (self.complete() or self.interrupted()):
+                try:
+                    self.train(trace)
+                except NonFiniteError as fault:
+                    self.roll_back(fault)
+
+    def train(self, trace: Callable[[int], None]) -> None:
+        """From where the state is to the end of the run or an interruption. Raises NonFiniteError at a fault."""
+        with self.job.batches(self.step + int(self.state.offset)) as batches:
             while not (self.complete() or self.interrupted()):
                 trace(self.step)
                 self.span(batches, self.due.next(self.step))
                 due = self.due.at(self.step)
-                if "report" in due or self.interrupted():
+                if "report" in due:
                     self.write_interval()
                 best = self.evaluate(due)
-                if self.complete() or self.interrupted():
+                if self.complete():
                     self.write_interval()
                 if best or self.save_is_due(due):
                     self.save(best)
@@ -191,8 +224,7 @@ class Loop:
         best = False
         reported = {key.split("/")[0] for line in self.report.history if line["step"] == self.step for key in line}
         for name in [name for name in self.job.evaluations if name in due - reported]:
-            self.pace.settle()
-            self.behind.flush()
+            self.settle()
             self.report.status(f"evaluating {name}…")
             try:
                 values = self.job.evaluate(name, self.state, self.stop.check)
@@ -207,8 +239,7 @@ class Loop:
 
     def save(self, best: bool) -> None:
         """Saves in the background, after the log of all steps so far is on disk."""
-        self.pace.settle()
-        self.behind.flush()
+        self.settle()
         contract.refuse_miscount(self.job.step_name, int(self.state.step), self.step)
         self.report.flush()
         self.saved_at = time.monotonic()
@@ -217,6 +248,13 @@ class Loop:
             self.checkpoints.save(self.step, tree, meta={"precision": self.job.policy.name}, best=best)
         elif best and self.job.config.test == "best":
             self.best_state = jax.tree.map(jnp.copy, self.state)
+
+    def settle(self) -> None:
+        """Waits for all steps so far, writes what is held back. Raises NonFiniteError, also where no report is due."""
+        self.pace.settle()
+        self.behind.flush()
+        if self.step > self.since:
+            self.behind.look(self.step, self.sums)
 
     def save_is_due(self, due: set[str]) -> bool:
         return "checkpoint" in due or self.complete() or self.interrupted() or self.minutes_passed()
@@ -234,26 +272,53 @@ class Loop:
         minutes = self.job.config.max_minutes
         return bool(self.stop) or (bool(minutes) and time.monotonic() - self.began > 60 * minutes)
 
-    def refuse_nonfinite(self, values: dict[str, float]) -> None:
-        """Raises NonFiniteError where updates were left out and the config does not bear that.
+    def refuse_nonfinite(self, step: int, values: dict[str, float]) -> None:
+        """Raises NonFiniteError where the reported interval up to `step` had a fault that the config does not bear.
 
-        A step of a user's own need not leave any out; of such a step any metric tells.
+        A step of a user's own need not leave any update out; of such a step any metric tells.
         """
         config = self.job.config
-        if "train/skipped_at" not in values and config.on_nonfinite == "stop":
-            for name, value in values.items():
-                if name.startswith("train/") and not math.isfinite(value):
-                    raise NonFiniteError(
-                        f"{name} is {value}; lower the learning rate, look with --debug, or bear it with "
-                        "--config.on_nonfinite=skip"
-                    )
-        skipped, at = int(values.get("train/skipped", 0)), int(values.get("train/skipped_at", -1))
-        if at >= 0 and (config.on_nonfinite == "stop" or skipped > config.max_skipped):
+        if "train/skipped_at" not in values:
+            wrong = [name for name, value in values.items() if name.startswith("train/") and not math.isfinite(value)]
+            if wrong and config.on_nonfinite != "skip":
+                raise NonFiniteError(f"{wrong[0]} is {values[wrong[0]]} in the steps up to {step}", step)
+            return
+        skipped, at = int(values["train/skipped"]), int(values["train/skipped_at"])
+        if at >= 0 and config.on_nonfinite != "skip":
+            raise NonFiniteError(f"loss or gradient was not finite at step {at}, parameters untouched", at)
+        if at >= 0 and skipped > config.max_skipped:
             raise NonFiniteError(
-                f"loss or gradient was not finite at step {at} ({skipped} updates left out, parameters untouched); "
-                "lower config.optimizer.learning_rate, set config.clip_norm, look with --debug, or bear it with "
-                "--config.on_nonfinite=skip"
+                f"loss or gradient was not finite at step {at} and later: {skipped} updates left out, and "
+                f"config.max_skipped is {config.max_skipped}"
             )
+
+    def roll_back(self, fault: NonFiniteError) -> None:
+        """Returns to a checkpoint, and leaves the batches from there to the fault out of the run.
+
+        To the newest that `checkpoint.every` made, so that what is left out is a function of the fault alone.
+        Raises NonFiniteError where the config says to stop, or that was done often enough.
+        """
+        config, found = self.job.config, ""
+        if fault.step is not None and self.job.parts is not None:
+            found = study(self.job, self.state, fault.step, self.folder)
+        self.rollbacks += 1
+        if config.on_nonfinite != "rollback" or fault.step is None or self.checkpoints is None:
+            raise NonFiniteError(f"{fault}{found}; {REMEDIES}", fault.step) from None
+        if self.rollbacks > config.max_rollbacks:
+            raise NonFiniteError(f"{fault}{found}; {config.max_rollbacks} rollbacks did not help: {REMEDIES}") from None
+        step = self.checkpoints.latest(anchor=True)
+        if step is None:
+            raise StorageError(f"{fault}{found}; no good checkpoint to go back to") from None
+        self.state, self.sums = restore(self.job, self.checkpoints, step)
+        first, last = (int(self.state.offset) + each for each in (step, fault.step))
+        self.state = dataclasses.replace(
+            self.state, offset=jax.device_put(np.int32(last - step), self.job.abstract.offset.sharding)
+        )
+        self.pace.settle()
+        self.behind.drop()
+        self.report.cut(step)
+        self.step, self.since, self.waited = step, step, 0.0
+        self.report.warn(f"{fault}{found}; rolled back to step {step}, leaving out batches {first + 1} to {last}")
 
 
 def finish(loop: Loop, folder: Path | None) -> Result:
@@ -298,7 +363,7 @@ def tested_state(loop: Loop) -> Any:
     best = loop.checkpoints.best()
     if best is None:
         return loop.state
-    return loop.checkpoints.restore(best, {"state": loop.job.abstract, "sums": abstract_sums(loop.job)})["state"]
+    return restore(loop.job, loop.checkpoints, best)[0]
 
 
 def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
@@ -310,7 +375,7 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise UserError(f"{folder} holds no complete checkpoint to evaluate")
-    state = checkpoints.restore(step, {"state": job.abstract, "sums": abstract_sums(job)})["state"]
+    state, _ = restore(job, checkpoints, step)
     with open_report(job, None) as report:
         report.say(f"step {step} of {folder}")
         with contextlib.suppress(Stopped):
@@ -320,26 +385,13 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
     return Result(job, state, report.history, metrics, folder, stop.exit_code)
 
 
-def continued(
-    config: ConfigDict, folder: Path | None, mode: str, objects: dict[str, Any]
-) -> tuple[ConfigDict, list[str]]:
-    """The config to run in `folder`: another run's folder is refused, a choice once made by "auto" is kept."""
-    old = workdir.read(folder) if folder else None
-    if old is None or folder is None:
-        if mode == "eval":
-            raise UserError(f"--mode=eval needs the workdir of a run; {folder} is none")
-        return config, []
-    workdir.refuse_another_run(
-        folder, old, config, tuple(sorted(name for name, value in objects.items() if value is not None))
-    )
-    notes = []
-    if old.config.total != config.total:
-        notes.append(f"total was {old.config.total}, now {config.total}: continued, not reproduced")
-    if config.precision == "auto":
-        config = config.copy_and_resolve_references()
-        config.precision = old.precision
-        notes.append(f"precision {old.precision}, as chosen at the first start")
-    return config, notes
+def refuse_rollback_to_nowhere(job: Job, folder: Path | None) -> None:
+    lacking = "a workdir" if folder is None else "" if job.config.checkpoint.every else "config.checkpoint.every"
+    if job.config.on_nonfinite == "rollback" and lacking:
+        raise UserError(
+            f"config.on_nonfinite is 'rollback', but there is no {lacking.removeprefix('a ')}: a rollback goes back to "
+            f"a checkpoint at a step that does not depend on the clock; give it {lacking}"
+        )
 
 
 def open_report(job: Job, folder: Path | None) -> Report:
@@ -358,34 +410,20 @@ def open_report(job: Job, folder: Path | None) -> Report:
 
 
 def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:
-    """Where the run's states go: the last `keep`, the best, and every `keep_every`-th for good."""
+    """Where the run's states go: the last `keep`, the best, and every `keep_every`-th for good.
+
+    And the last of those that a rollback may go back to.
+    """
     config = job.config.checkpoint
-    always = Due({"keep": job.steps_in(config.keep_every)}, 2**62) if config.keep_every else None
+
+    def due(every: str) -> Callable[[int], bool] | None:
+        times = Due({"": job.steps_in(every)}, sys.maxsize) if every else None
+        return (lambda step: step == 0 or bool(times.at(step))) if times else None
+
+    anchor = due(config.every) if job.config.on_nonfinite == "rollback" else None
     return Checkpoints(
-        folder / "checkpoints",
-        keep=config.keep,
-        keep_every=(lambda step: bool(always.at(step))) if always else None,
-        say=report.warn,
+        folder / "checkpoints", keep=config.keep, keep_every=due(config.keep_every), anchor=anchor, say=report.warn
     )
-
-
-def record(job: Job, config: ConfigDict, folder: Path, objects: dict[str, Any], report: Report) -> None:
-    """Leaves in the workdir what is run, and on what."""
-    names = tuple(sorted(name for name, value in objects.items() if value is not None))
-    workdir.write(
-        folder,
-        workdir.Record(
-            config=config,
-            precision=job.policy.name,
-            spec=dict(job.dataset.spec),
-            num_classes=job.dataset.num_classes,
-            class_names=tuple(job.dataset.class_names),
-            sizes={role: len(source) for role, source in job.sources.items()},
-            objects=names,
-        ),
-    )
-    for change in environment.record(folder, environment.collect(devices=job.mesh.devices.flatten())):
-        report.warn(f"{change}: this run continues, it does not reproduce")
 
 
 def intervals(job: Job) -> dict[str, Fraction]:

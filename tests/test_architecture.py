@@ -19,7 +19,7 @@ poison faults
 inflict
 main commandline
 train
-describe result initialise
+describe result initialise restart nonfinite
 advance
 job
 supply

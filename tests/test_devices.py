@@ -16,7 +16,7 @@ from jaxtrain import devices, machine
 from jaxtrain.config import base_config
 from jaxtrain.errors import UserError
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *devices.MEMORY, "JAX_COMPILATION_CACHE_DIR")
+VARIABLES = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *devices.MEMORY, "JAX_COMPILATION_CACHE_DIR")
 CACHE = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
@@ -165,6 +165,37 @@ def test_the_share_of_memory_is_set_unless_the_user_has(fresh, monkeypatch, pres
     assert len(said) == notes
 
 
+@pytest.mark.parametrize(
+    ("gpus", "preset", "expected"),
+    [
+        (0, "", ""),  # a CPU is exact as it is
+        (2, "", " ".join(devices.DETERMINISTIC)),
+        (2, "--xla_dump_to=/x", "--xla_dump_to=/x " + " ".join(devices.DETERMINISTIC)),
+        (2, " ".join(devices.DETERMINISTIC), " ".join(devices.DETERMINISTIC)),
+        (2, "--xla_gpu_deterministic_ops=false", "needs --xla_gpu_deterministic_ops=true, but XLA_FLAGS says"),
+    ],
+)
+def test_determinism_is_asked_of_xla_where_there_are_gpus(fresh, monkeypatch, driver, gpus, preset, expected):
+    """Report 45's kind: what the user set stays; what contradicts the config is refused."""
+    if gpus:
+        driver(gpus)
+    jax.config.update("jax_platforms", "")
+    if preset:
+        monkeypatch.setenv("XLA_FLAGS", preset)
+    if "needs" in expected:
+        assert expected in refusal(devices.prepare, sample(deterministic=True))
+        return
+    devices.prepare(sample(deterministic=True))
+    assert os.environ.get("XLA_FLAGS", "") == expected
+
+
+def test_xla_knows_the_flags_of_determinism():
+    """An unknown flag ends the process, on any platform."""
+    environment = os.environ | {"XLA_FLAGS": " ".join(devices.DETERMINISTIC), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+
+
 @pytest.mark.parametrize("platforms", ["cpu", "tpu,cpu"])
 def test_a_platform_that_the_environment_hides_is_refused(fresh, monkeypatch, platforms):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -178,6 +209,7 @@ def test_a_platform_that_the_environment_hides_is_refused(fresh, monkeypatch, pl
         (dict(platform="gpu"), "cpu", ["JAX has started on cpu", "JAX_PLATFORMS=cuda"]),
         (dict(platform="cpu"), "gpu", ["JAX has started on gpu", "JAX_PLATFORMS=cpu"]),
         (dict(device_memory=0.5), "gpu", ["JAX has started", "XLA_CLIENT_MEM_FRACTION=0.5"]),
+        (dict(deterministic=True), "gpu", ["JAX has started", "XLA_FLAGS='--xla_gpu_deterministic_ops=true"]),
     ],
 )
 def test_what_comes_too_late_is_refused_with_the_line_to_run(fresh, monkeypatch, changes, kind, expected):

@@ -77,13 +77,8 @@ def test_stopped_and_resumed_equals_uninterrupted(model, stop, tmp_path, monkeyp
     assert int(stopped.state.step) == stop
     resumed = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
     assert same(resumed.state, through.state)
-    # An interruption ends a report interval early; what is reported at the same step is the same.
-    expected = {line["step"]: line for line in without_clock(lines(tmp_path / "a"))}
-    found = {line["step"]: line for line in without_clock(lines(tmp_path / "b"))}
-    assert expected.keys() <= found.keys()
-    assert {step: found[step].get("eval/loss") for step in expected} == {
-        step: line.get("eval/loss") for step, line in expected.items()
-    }
+    # A report interval that the stop cut in two is reported once, whole.
+    assert without_clock(lines(tmp_path / "b")) == without_clock(lines(tmp_path / "a"))
 
 
 def test_ids_are_those_of_one_run_and_each_comes_once_an_epoch(tmp_path):
