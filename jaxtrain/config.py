@@ -6,6 +6,7 @@ is refused where it is assigned; options of parts, ranges and what must fit toge
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -202,6 +203,20 @@ def differing(a: ConfigDict, b: ConfigDict) -> list[tuple[str, Any, Any]]:
     # Another builder says enough; that its options differ too goes without saying.
     keys = [key for key in keys if key.endswith(".name") or not key.startswith(tuple(renamed))]
     return [(key, left.get(key), right.get(key)) for key in keys]
+
+
+def own_names(config: ConfigDict) -> set[str]:
+    """The "package.module:attribute" names in a config: code of a user's own. Nothing is imported or checked."""
+    return set(_own_names({key: get(config, key) for key, about in KEYS.items() if about.part or key == "evals"}))
+
+
+def _own_names(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if re.fullmatch(r"[\w.]+:[\w.]+", value):
+            yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _own_names(each)
 
 
 def to_json(config: ConfigDict, **options: Any) -> str:

@@ -1,6 +1,5 @@
 """What a restart in a used workdir may change, what it must not, and what it says of the difference."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxtrain import config as configs
 from jaxtrain import contract, environment, optim, workdir
 from jaxtrain.durations import parse_duration
 from jaxtrain.errors import UserError
@@ -80,19 +80,8 @@ def _given(objects: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _modules(config: ConfigDict, objects: Mapping[str, Any]) -> Iterator[str]:
     """The modules of a user's own that a run is made of, whose sources are hashed."""
-    yield from (text.partition(":")[0] for text in _strings(config.to_dict()) if re.fullmatch(r"[\w.]+:[\w.]+", text))
+    yield from (name.partition(":")[0] for name in configs.own_names(config))
     for value in objects.values():
         module = getattr(value, "__module__", None) or type(value).__module__
         if module.partition(".")[0] not in KNOWN:
             yield module
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _strings(each)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from jaxtrain import workdir
 from jaxtrain.advance import abstract_sums
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import own_names
 from jaxtrain.data import sources
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import UserError
@@ -84,12 +85,14 @@ class Result(Trained):
         return [f"step {step:,} of {max(step, total):,}", *shown, *where]
 
 
-def load(folder: str | Path, *, checkpoint: int | None = None, **objects: Any) -> Trained:
+def load(folder: str | Path, *, checkpoint: int | None = None, trust: bool = False, **objects: Any) -> Trained:
     """Model, weights and config of a workdir, ready to predict; neither the data set nor its files are needed.
 
     `checkpoint` is the step of the one to take, by default the newest good one. Parts that were objects in the
-    notebook that trained them (`model`, `task`, `step`) are given again by keyword. Raises UserError where something
-    is missing.
+    notebook that trained them (`model`, `task`, `step`) are given again by keyword.
+
+    A workdir is data: it runs no code. Where its config names modules outside jaxtrain ("my_lab.nets:unet"), they are
+    imported with `trust=True` only. Raises UserError where that is so, and where something is missing.
     """
     path = Path(folder).absolute()
     record = workdir.read(path)
@@ -99,6 +102,11 @@ def load(folder: str | Path, *, checkpoint: int | None = None, **objects: Any) -
     if missing:
         names = ", ".join(f"{name}=…" for name in missing)
         raise UserError(f"the run in {path} was given {', '.join(missing)} as objects; load(workdir, {names})")
+    if not trust and (foreign := sorted(own_names(record.config))):
+        raise UserError(
+            f"the run in {path} is made of {', '.join(foreign)}, code outside jaxtrain, which is only imported if you "
+            "trust who wrote the workdir: load(workdir, trust=True)"
+        )
     spec = Dataset(
         name=str(record.config.data.name),
         spec=record.spec,

@@ -78,7 +78,14 @@ def write(folder: Path, record: Record) -> None:
 
 
 def refuse_another_run(folder: Path, old: Record, config: ConfigDict, objects: tuple[str, ...]) -> None:
-    """Raises UserError naming the run keys in which `config` differs from what the workdir holds."""
+    """Raises UserError naming the run keys in which `config` differs from what the workdir holds.
+
+    Code that only the workdir names is not imported to find out: whoever wrote the workdir need not be trusted.
+    """
+    if foreign := sorted(configs.own_names(old.config) - configs.own_names(config)):
+        raise UserError(
+            f"workdir {folder} holds another run, of {', '.join(foreign)}; take another --workdir or the old values"
+        )
     changes = [
         f"{key} {before!r} → {after!r}"
         for key, before, after in configs.differing(old.config, config)

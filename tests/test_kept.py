@@ -25,7 +25,7 @@ def test_a_kept_workdir_predicts_and_goes_on(number, checkpoints, tmp_path):
         shutil.copytree(newer, folder / "checkpoints")
     assert f'"format": {checkpoints},' in (folder / "checkpoints" / "24" / "manifest.json").read_text()
     pictures = tiny.data().open()["test"].get(np.arange(21))["image"]
-    found = load(folder).predict(pictures)["probabilities"]
+    found = load(folder, trust=True).predict(pictures)["probabilities"]
     np.testing.assert_allclose(found, np.load(KEPT / f"probabilities-{number}.npy"), rtol=1e-4, atol=1e-6)
     result = train.run(tiny.config(**CHANGES, total="30st"), folder, data=tiny.data())
     assert int(result.state.step) == 30
