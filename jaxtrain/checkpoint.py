@@ -32,6 +32,7 @@ from jaxtrain.manifest import NAME, Damaged, Leaf, Manifest, checksums, sync, sy
 
 _Used = TypeVar("_Used")
 
+_SMALL = 2**20  # bytes: files up to this are verified before orbax sees them, larger ones meanwhile
 _log = logging.getLogger("jaxtrain")
 
 
@@ -62,6 +63,7 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep is {keep}: at least the newest checkpoint stays, so 1 or more")
         # Absolute: on a relative path orbax fails, and only in its own thread.
         self.folder = pathlib.Path(os.path.abspath(folder))
+        self._base = next(path for path in (self.folder, *self.folder.parents) if os.path.isdir(path))
         self._keep = keep
         self._keep_every = keep_every or (lambda step: False)
         self._anchor = anchor or (lambda step: False)
@@ -72,6 +74,7 @@ class Checkpoints:
         self._worker: threading.Thread | None = None
         self._failure: JaxtrainError | None = None
         self._saves = 0
+        self._held: int | None = None  # self._writing, open while orbax writes to it
         self._damaged: set[int] = set()
         self._verified: int | None = None  # read whole by latest() or best() just now: reading trusts it once
         logging.getLogger("absl").addFilter(_quiet_orbax)
@@ -104,16 +107,20 @@ class Checkpoints:
         try:
             if jax.process_index() == 0:
                 if not self._saves:  # later on, a folder that has vanished is an error
+                    os.stat(self._base)  # what was there at the start, and vanished: on another disk, perhaps
                     self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear()
                 self._writing.mkdir()
+                self._held = os.open(self._writing, os.O_RDONLY)
             if self._writer is None:
                 self._writer = ocp.AsyncCheckpointer(_handler())
             arrays = {path: _stored(value) for path, value in flat.items() if value.size}
             with jax.transfer_guard("allow"):
                 self._writer.save(self._writing / "arrays", ocp.args.PyTreeSave(arrays))
         except Exception as error:
-            raise self._explain(step, error) from error
+            failure = self._explain(step, error)
+            self._let_go()
+            raise failure from error
         self._saves += 1
         self._worker = threading.Thread(
             target=self._finish, args=(self._writer, draft, before_commit), name=f"checkpoint-{step}"
@@ -235,9 +242,28 @@ class Checkpoints:
             if primary:
                 with contextlib.suppress(OSError):  # give the space back; what stays, the next save clears
                     self._clear()
+        finally:
+            self._let_go()
+
+    def _vanished(self) -> bool:
+        """Whether the folder that the save began in is gone. Orbax may have made another in its place."""
+        if self._held is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._held), os.stat(self._writing))
+        except FileNotFoundError:
+            return True
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _commit(self, draft: Manifest) -> None:
         """Moves arrays and manifest into the step's folder; the last rename makes them a checkpoint."""
+        if self._vanished():
+            raise FileNotFoundError(self.folder)
+        self._let_go()
         target = self._path(draft.step)
         written = self._writing / "arrays"
         used = {path.name for path in target.glob("arrays-*")}
@@ -343,15 +369,18 @@ class Checkpoints:
     def _read(self, manifest: Manifest, shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, Any]:
         """The arrays at these paths, on these shardings (None: NumPy).
 
-        The files are verified while orbax reads them; nothing is given out before both are done.
+        Small files, which tell orbax what to do, are verified first, large ones while orbax reads them; nothing is
+        given out before all is done.
         """
         folder = self._path(manifest.step)
         if self._verified == manifest.step:
             self._verified = None
             return self._load(manifest, shardings)
         manifest.check_files(folder)
+        large = [name for name, file in manifest.files.items() if file.size > _SMALL]
+        manifest.check_sums(folder, [name for name in manifest.files if name not in large])
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
-            verified = pool.submit(manifest.check_sums, folder)
+            verified = pool.submit(manifest.check_sums, folder, large)
             try:
                 return self._load(manifest, shardings)
             finally:  # damage says more than what orbax made of it
@@ -367,7 +396,10 @@ class Checkpoints:
             try:
                 arrays = reader.restore(folder / manifest.arrays, request) if args else {}
             except Exception as error:
-                raise StorageError(f"{folder} could not be read: {_cause(error)}") from error
+                raise StorageError(
+                    f"{folder} could not be read: {_cause(error)}; if that stays, move it away, and the step before it "
+                    "will be used"
+                ) from error
             for path in empty:
                 zeros = np.zeros(manifest.leaves[path].shape, jax.numpy.dtype(manifest.leaves[path].dtype))
                 arrays[path] = zeros if shardings[path] is None else jax.device_put(zeros, shardings[path])
@@ -389,7 +421,8 @@ class Checkpoints:
     def _explain(self, step: int, error: BaseException) -> JaxtrainError:
         if isinstance(error, JaxtrainError):
             return error
-        failure = StorageError(f"checkpoint {self._path(step)} was not written: {_cause(error)}")
+        cause = "the folder has vanished since the save began" if self._vanished() else _cause(error)
+        failure = StorageError(f"checkpoint {self._path(step)} was not written: {cause}")
         failure.__cause__ = error
         return failure
 
@@ -466,5 +499,5 @@ def _cause(error: BaseException) -> str:
 def _quiet_orbax(record: logging.LogRecord) -> bool:
     """A filter for absl's log: drops orbax's progress, and the traceback of an error that we raise."""
     from_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
-    raised_by_us = record.filename == "async_checkpointer.py"
+    raised_by_us = record.filename in {"async_checkpointer.py", "future.py"}
     return not (from_orbax and (record.levelno < logging.WARNING or raised_by_us))

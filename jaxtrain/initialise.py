@@ -1,13 +1,12 @@
 """`config.init_from`: weights of another run to begin with. They fit one to one, or the run does not start."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, locate
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job
 from jaxtrain.sharding import path_string
@@ -16,26 +15,27 @@ TAKEN = ("params", "model_state")
 
 
 def initialised(job: Job, state: Any, say: Any) -> Any:
-    """`state` with the parameters and model state of the newest checkpoint of the run in `config.init_from`.
+    """`state` with the parameters and model state of the checkpoint in `config.init_from`.
 
-    Raises UserError, before any step, where the folder, a tensor or its shape or dtype is not what the model needs.
+    That is a workdir or its folder of checkpoints, where the newest one counts, or one checkpoint. Raises UserError,
+    before any step, where it is not there, or a tensor or its shape or dtype is not what the model needs;
+    StorageError, where a checkpoint that was named is damaged.
     """
     if not hasattr(state, "params"):
         raise UserError(f"config.init_from sets `params`, and the state of step {job.step_name} has none")
-    folder = Path(job.config.init_from).absolute()
-    checkpoints = Checkpoints(folder / "checkpoints")
-    step = checkpoints.latest() if checkpoints.folder.is_dir() else None
-    if step is None:
-        raise UserError(f"config.init_from is {str(folder)!r}; that is no workdir with a complete checkpoint")
+    folder, step = locate(job.config.init_from)
+    checkpoints = Checkpoints(folder, say=say)
+    if step is None and (step := checkpoints.latest()) is None:
+        raise UserError(f"config.init_from is {job.config.init_from!r}, and every checkpoint in {folder} is damaged")
     found = checkpoints.restore_flat(step, "state")
     taken = {}
     for part in [part for part in TAKEN if hasattr(state, part)]:
         wanted = getattr(job.abstract, part)
-        _refuse_differences(f"{folder} step {step}", part, wanted, found)
+        _refuse_differences(str(folder / str(step)), part, wanted, found)
         taken[part] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, part=part: jax.device_put(found[_key(part, path)], leaf.sharding), wanted
         )
-    say(f"{' and '.join(taken)} taken from step {step} of {folder}")
+    say(f"{' and '.join(taken)} taken from {folder / str(step)}")
     if getattr(state, "ema", ()):
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, taken), **taken)
     return dataclasses.replace(state, **taken)

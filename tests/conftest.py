@@ -4,6 +4,7 @@ import atexit
 import os
 import pathlib
 import shutil
+import subprocess
 import tempfile
 
 # Tests compile the same small programs again and again: each of them once a session is enough.
@@ -41,3 +42,13 @@ def shared_tfds() -> pathlib.Path:
     if not (folder / "cifar10").is_dir():
         pytest.skip(f"no prepared data sets at {folder}; set TFDS_DATA_DIR to a folder that holds cifar10")
     return folder
+
+
+@pytest.fixture
+def own_disks() -> list[str]:
+    """The command that runs another one where it may mount what it likes."""
+    command = ["unshare", "--map-root-user", "--mount"]
+    probe = [*command, "mount", "-t", "tmpfs", "none", "/mnt"]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("mounting a disk of one's own needs Linux with user namespaces (unshare --map-root-user --mount)")
+    return command

@@ -2,10 +2,12 @@
 
 import dataclasses
 import errno
+import json
 import logging
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -104,10 +106,10 @@ def folder(tmp_path: pathlib.Path, ten_and_twenty: pathlib.Path) -> pathlib.Path
     return pathlib.Path(shutil.copytree(ten_and_twenty, tmp_path / "checkpoints"))
 
 
-def run_python(code: str, *arguments: Any, devices: int = 1) -> subprocess.Popen[str]:
+def run_python(code: str, *arguments: Any, devices: int = 1, under: Any = ()) -> subprocess.Popen[str]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        [*under, sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -228,7 +230,11 @@ def drop(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 F32 = jnp.float32
-STORED = {"w": jax.ShapeDtypeStruct((3, 4), F32), "b": jax.ShapeDtypeStruct((4,), F32)}
+STORED = {
+    "w": jax.ShapeDtypeStruct((3, 4), F32),
+    "b": jax.ShapeDtypeStruct((4,), F32),
+    "k": jax.eval_shape(jax.random.key, 0),
+}
 MISFITS = {
     "missing": ({**STORED, "c": jax.ShapeDtypeStruct((2,), F32)}, "c is absent, expected float32[2]"),
     "extra": (drop(STORED, "b"), "b is float32[4], expected nothing there"),
@@ -236,7 +242,14 @@ MISFITS = {
     "dtype": ({**STORED, "b": jax.ShapeDtypeStruct((4,), jnp.int32)}, "b is float32[4], expected int32[4]"),
     "half": ({**STORED, "b": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}, "expected bfloat16[4]"),
     "key": ({**STORED, "b": jax.eval_shape(jax.random.key, 0)}, "b is float32[4], expected key<fry>[]"),
-    "many": ({str(i): jax.ShapeDtypeStruct((), F32) for i in range(9)}, "; and 8 more"),
+    "data of a key": ({**STORED, "k": jax.ShapeDtypeStruct((2,), jnp.uint32)}, "k is key<fry>[], expected uint32[2]"),
+    "implementation of a key": (
+        {**STORED, "k": jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))},
+        "k is key<fry>[], expected key<rbg>[]",
+    ),
+    "rank": ({**STORED, "b": jax.ShapeDtypeStruct((4, 1), F32)}, "b is float32[4], expected float32[4,1]"),
+    "another path": ({**drop(STORED, "b"), "c": STORED["b"]}, "b is float32[4], expected nothing there; c is absent"),
+    "many": ({str(i): jax.ShapeDtypeStruct((), F32) for i in range(9)}, "; and 9 more"),
 }
 
 
@@ -244,14 +257,18 @@ MISFITS = {
 def test_another_structure_is_refused_in_one_line(
     tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Report 7: nothing is read in part, converted or left as it was."""
     wanted, message = MISFITS[name]
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(7, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), STORED))
+        checkpoints.save(7, {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "k": jax.random.key(0)})
         checkpoints.wait()
         before = sorted(tmp_path.rglob("*"))
         monkeypatch.setattr(checkpoint.ocp, "Checkpointer", lambda *_: pytest.fail("it was read"))
         with pytest.raises(UserError) as caught:
             checkpoints.restore(7, wanted)
+        with pytest.raises(UserError) as latest:
+            checkpoints.restore_latest(wanted)
+    assert str(latest.value) == str(caught.value)
     text = str(caught.value)
     assert message in text and str(tmp_path / "7") in text and "\n" not in text
     assert sorted(tmp_path.rglob("*")) == before
@@ -336,6 +353,13 @@ def flip_a_bit(path: pathlib.Path) -> None:
     path.write_bytes(content)
 
 
+def link_out(path: pathlib.Path) -> None:
+    """Puts the same content elsewhere, and a link to it where it was."""
+    elsewhere = path.parents[[p.name for p in path.parents].index("20") + 1] / "elsewhere"
+    os.rename(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
 def edit(path: pathlib.Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -349,6 +373,16 @@ DAMAGES: dict[str, Callable[[pathlib.Path], object]] = {
     "bit flipped in orbax's metadata": lambda f: flip_a_bit(f / "arrays-0" / "_METADATA"),
     "file missing": lambda f: (f / "arrays-0" / "manifest.ocdbt").unlink(),
     "arrays missing": lambda f: shutil.rmtree(f / "arrays-0"),
+    "a file more": lambda f: (f / "arrays-0" / "array_metadatas" / "process_1").write_text("{}"),
+    "largest file empty": lambda f: largest(f).write_bytes(b""),
+    "largest file a folder": lambda f: (path := largest(f), path.unlink(), path.mkdir()),
+    "largest file a link out": lambda f: link_out(largest(f)),
+    "folder of files a link out": lambda f: link_out(f / "arrays-0" / "d"),
+    "arrays a link out": lambda f: link_out(f / "arrays-0"),
+    "a hidden link out": lambda f: (f / "arrays-0" / ".d").symlink_to("/"),
+    "links in a circle": lambda f: (path := largest(f), path.unlink(), path.symlink_to(path)),
+    "manifest a folder": lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()),
+    "manifest without end": lambda f: (f / MANIFEST).write_text("[" * 100_000),
     "emptied": lambda f: (shutil.rmtree(f), f.mkdir()),
     "a file in its place": lambda f: (shutil.rmtree(f), f.write_text("")),
     "manifest missing": lambda f: (f / MANIFEST).unlink(),
@@ -365,6 +399,7 @@ DAMAGES: dict[str, Callable[[pathlib.Path], object]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_said_and_left(folder: pathlib.Path, name: str) -> None:
+    """Reports 35 and 40."""
     DAMAGES[name](folder / "20")
     said: list[str] = []
     checkpoints = Checkpoints(folder, keep=1, say=said.append)
@@ -379,7 +414,7 @@ def test_a_damaged_checkpoint_is_passed_over_said_and_left(folder: pathlib.Path,
     checkpoints.save(21, small(21))
     assert checkpoints.latest() == 21
     left = {path.name for path in folder.iterdir()}
-    assert left == {"20", "21"}  # retention neither counts nor deletes what is damaged
+    assert left - {"elsewhere"} == {"20", "21"}  # retention neither counts nor deletes what is damaged
     checkpoints.close()
 
 
@@ -406,8 +441,85 @@ def test_every_flipped_bit_is_found(folder: pathlib.Path) -> None:
         content = path.read_bytes()
         flip_a_bit(path)
         assert checkpoints.latest() == 10, path
+        found = checkpoints.restore_latest(abstract(small(0)))  # orbax reads it meanwhile, and need not notice
+        assert found is not None and found[0] == 10, path
+        with pytest.raises(StorageError, match=re.escape(str(path))):
+            checkpoints.restore(20, abstract(small(0)))
         path.write_bytes(content)
     assert checkpoints.latest() == 20
+
+
+@pytest.mark.parametrize("orbax_fails", [False, True])
+def test_what_is_verified_while_orbax_reads_is_given_out_only_if_sound(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, orbax_fails: bool
+) -> None:
+    tree = {"w": jnp.arange(2**20, dtype=jnp.float32)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, tree)
+    checkpoints.wait()
+    path = largest(tmp_path)
+    assert path.stat().st_size > checkpoint._SMALL
+    flip_a_bit(path)
+    read: list[Any] = []
+    load = Checkpoints._load
+
+    def spy(*arguments: Any) -> Any:
+        read.append(load(*arguments))
+        if orbax_fails:
+            raise StorageError("what orbax makes of it")
+        return read[-1]
+
+    monkeypatch.setattr(Checkpoints, "_load", spy)
+    with pytest.raises(StorageError, match=f"{path} was altered"):
+        checkpoints.restore(1, abstract(tree))
+    assert as_bytes(read[0]) != as_bytes(tree)
+    with pytest.raises(StorageError, match=f"{path} was altered"):
+        checkpoints.restore_flat(1)
+    said: list[str] = []
+    assert Checkpoints(tmp_path, say=said.append).restore_latest(abstract(tree)) is None
+    assert len(said) == 1 and "passed over" in said[0]
+
+
+def test_what_others_leave_beside_the_files_is_no_damage(folder: pathlib.Path) -> None:
+    for name in (".DS_Store", ".nfs0000", "d/.hidden"):
+        (folder / "20" / "arrays-0" / name).write_text("")
+    (folder / "20" / "notes.txt").write_text("the good one")
+    assert Checkpoints(folder, say=pytest.fail).latest() == 20
+
+
+OUTSIDE = ["../../secret", "/etc/hostname", "d/../../../secret", "..", "", "."]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("key", ["arrays", "files"])
+def test_a_manifest_leads_nowhere_else(folder: pathlib.Path, name: str, key: str) -> None:
+    """Whoever wrote it: its own checksum fits."""
+    (folder.parent / "secret").write_text("word")
+    found = manifest.Manifest.read(folder / "20")
+    changes: dict[str, Any] = {"arrays": name, "files": {**found.files, name: manifest.File(4, ())}}
+    dataclasses.replace(found, **{key: changes[key]}).write(folder / "20")
+    said: list[str] = []
+    checkpoints = Checkpoints(folder, say=said.append)
+    assert checkpoints.latest() == 10
+    assert len(said) == 1 and f"names {name!r}, which is not inside" in said[0]
+    with pytest.raises(StorageError, match="is not inside the checkpoint"):
+        checkpoints.restore(20, abstract(small(0)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"leaves": []}, {"leaves": {"w": {}}}, {"files": None}, {"files": {"d": 3}}, {"more": 1}, {"arrays": 5}],
+    ids=str,
+)
+def test_a_manifest_of_another_make_is_damage(folder: pathlib.Path, change: dict[str, Any]) -> None:
+    path = folder / "20" / MANIFEST
+    content = {**json.loads(path.read_text()), **change}
+    del content["format"], content["crc32c"]
+    total = manifest._sum_of_body(2, content)
+    path.write_text(json.dumps({"format": 2, "crc32c": total, **content}))
+    said: list[str] = []
+    assert Checkpoints(folder, say=said.append).latest() == 10
+    assert len(said) == 1 and "is not a whole manifest" in said[0]
 
 
 def test_nothing_there_is_none(tmp_path: pathlib.Path) -> None:
@@ -588,6 +700,33 @@ def test_a_vanished_folder_is_not_made_again(folder: pathlib.Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("lost", ["checkpoints", ""], ids=["folder", "workdir"])
+def test_a_folder_that_vanished_before_the_first_save_is_not_made_again(folder: pathlib.Path, lost: str) -> None:
+    checkpoints = Checkpoints(folder if lost else folder / "new")
+    os.rename(folder, folder.parent / "away")
+    with pytest.raises(StorageError, match="was not written: No such file or directory"):
+        checkpoints.save(30, small(30))
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("put_back", [False, True], ids=["gone", "another in its place"])
+def test_a_folder_that_vanishes_in_mid_save_is_named(folder: pathlib.Path, put_back: bool) -> None:
+    """Orbax makes the folders that it lacks: what it leaves there is no checkpoint, and the others are not there."""
+    away = folder.parent / "away"
+
+    def vanish() -> None:
+        os.rename(folder, away)
+        if put_back:
+            shutil.copytree(away, folder)
+
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(30, small(30), before_commit=vanish)
+    with pytest.raises(StorageError, match=f"{folder / '30'} was not written: the folder has vanished"):
+        checkpoints.wait()
+    assert not (folder / "30").exists() and Checkpoints(away).latest() == 20
+    assert not put_back or checkpoints.latest() == 20
+
+
 def test_an_unreadable_file_is_passed_over(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -624,7 +763,7 @@ def test_the_log_is_quiet(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixtu
 # Processes that end badly
 
 WRITER = """
-    import pathlib, resource, signal, sys
+    import os, resource, sys
     import jax.numpy as jnp
     from jaxtrain.checkpoint import Checkpoints
 
@@ -636,6 +775,8 @@ WRITER = """
         if how == "limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
         checkpoints.save(2, tree(2))
+        if how == "vanish":
+            os.rename(folder, folder + "-away")
         if how == "raise":
             raise RuntimeError("boom")
         step = 2
@@ -652,15 +793,17 @@ WRITER = """
         ("exit", 0, [1, 2], ""),
         ("raise", 1, [1, 2], "RuntimeError: boom"),
         ("limit", 1, [1], "2 was not written: File too large"),
+        ("vanish", 1, [1], "2 was not written: the folder has vanished"),
     ],
 )
 def test_a_process_ends_with_its_save_on_disk_or_says_so(
     tmp_path: pathlib.Path, how: str, code: int, steps: list[int], message: str
 ) -> None:
-    process = run_python(WRITER, tmp_path, how)
+    folder = tmp_path / "checkpoints"
+    process = run_python(WRITER, folder, how)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code and message in errors
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(tmp_path / "checkpoints-away" if how == "vanish" else folder) as checkpoints:
         assert checkpoints.steps() == steps and checkpoints.latest() == steps[-1]
         assert checkpoints.restore_flat(steps[-1], "step")["step"] == steps[-1]
 
@@ -685,6 +828,48 @@ def test_killed_in_mid_save_the_newest_good_one_loads(tmp_path: pathlib.Path) ->
         seen += (tmp_path / ".writing").exists()
         shutil.rmtree(tmp_path / str(latest))
     assert seen, "no kill met a save under way"
+
+
+DISKS = """
+    import subprocess, sys
+    import jax.numpy as jnp
+    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.errors import StorageError
+
+    def mount(*arguments):
+        subprocess.run(["mount", *arguments, sys.argv[1]], check=True)
+
+    def refused(step):
+        try:
+            checkpoints.save(step, tree(step))
+            checkpoints.wait()
+        except StorageError as error:
+            print(error)
+        assert checkpoints.latest() == step - 1
+        assert (checkpoints.restore_flat(step - 1, "w")["w"] == step - 1).all()
+
+    tree = lambda step: {"w": jnp.full((1024, 1024), step, jnp.float32)}
+    mount("-t", "tmpfs", "-o", "size=11m", "none")
+    with Checkpoints(sys.argv[1] + "/checkpoints", keep=9) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, tree(step))
+        refused(3)
+        mount("-o", "remount,size=64m")
+        checkpoints.save(3, tree(3))
+        checkpoints.wait()
+        mount("-o", "remount,ro")
+        refused(4)
+"""
+
+
+def test_a_full_disk_and_a_read_only_one_are_named_and_cost_nothing(tmp_path: pathlib.Path, own_disks: Any) -> None:
+    """Report 40, on real disks."""
+    process = run_python(DISKS, tmp_path, under=own_disks)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    full, read_only = output.splitlines()
+    assert full == f"checkpoint {tmp_path}/checkpoints/3 was not written: No space left on device"
+    assert read_only.startswith(f"checkpoint {tmp_path}/checkpoints/4 was not written: Read-only file system")
 
 
 PROCESS = """
