@@ -183,6 +183,14 @@ class Checkpoints:
         found = self._newest(lambda manifest: manifest.best, self._verify)
         return None if found is None else found[0]
 
+    def verify(self, step: int) -> None:
+        """Reads all of `step`. Raises: StorageError, if it is not there or not what was written."""
+        self.wait()
+        try:
+            self._verify(Manifest.read(self._path(step)))
+        except Damaged as error:
+            raise StorageError(f"{error}; start the run again: it goes on from the newest good step") from error
+
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that `step` was saved with. Raises as `restore` does."""
         return self._manifest(step).meta

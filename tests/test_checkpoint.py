@@ -480,6 +480,16 @@ def test_what_is_verified_while_orbax_reads_is_given_out_only_if_sound(
     assert len(said) == 1 and "passed over" in said[0]
 
 
+def test_a_step_that_was_asked_for_is_verified_whatever_else_is_there(folder: pathlib.Path) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.verify(10)
+    flip_a_bit(largest(folder / "10"))
+    checkpoints.verify(20)
+    for step, found in ((10, "was altered"), (30, "its save did not finish")):
+        with pytest.raises(StorageError, match=f"{folder / str(step)}.*{found}.*; start the run again"):
+            checkpoints.verify(step)
+
+
 def test_what_others_leave_beside_the_files_is_no_damage(folder: pathlib.Path) -> None:
     for name in (".DS_Store", ".nfs0000", "d/.hidden"):
         (folder / "20" / "arrays-0" / name).write_text("")
