@@ -1,6 +1,6 @@
 """What a run answered to a fault, held against what `jaxtrain.faults.KINDS` documents. Each finding is one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain.checkpoint import Checkpoints
@@ -8,7 +8,7 @@ from jaxtrain.child import Ended
 from jaxtrain.faults import Fault
 
 SIGNALS = ("sigterm", "sigint", "usr1")
-STORAGE = ("diskfull", "readonly", "vanish")
+STORAGE = ("diskfull", "readonly")
 SIGNAL_SECONDS = 20.0
 
 
@@ -32,10 +32,13 @@ def to_fault(fault: Fault, ended: Ended, workdir: Path, before: int) -> Iterator
         yield from _to_storage(fault, ended, workdir, before)
     if fault.kind == "hang" and not (workdir / "hang.txt").is_file():
         yield f"{fault}: there is no hang.txt in the workdir"
+    if fault.kind == "vanish":
+        yield from _names(fault, ended, str(workdir))
+        yield from _to_vanishing(fault, workdir)
     if fault.kind == "second" and ended.first("second") != 2:
         yield f"{fault}: the second run ended with exit code {ended.first('second')}, expected 2"
     if fault.kind == "nan":
-        yield from _names(fault, ended, f"step {fault.where}")
+        yield from _to_stopping(fault, ended, workdir)
 
 
 def _to_signal(fault: Fault, ended: Ended, workdir: Path, seconds: float) -> Iterator[str]:
@@ -51,10 +54,35 @@ def _to_storage(fault: Fault, ended: Ended, workdir: Path, before: int) -> Itera
         yield f"{fault}: the good checkpoint of step {before} is gone, the newest is of step {saved}"
 
 
+def _to_stopping(fault: Fault, ended: Ended, workdir: Path) -> Iterator[str]:
+    for what in (f"step {fault.step},", "first in losses", "with examples "):
+        yield from _names(fault, ended, what)
+    if not (kept := workdir / "nonfinite" / fault.where / "batch.npz").is_file():
+        yield f"{fault}: the batch was not kept in {kept}"
+
+
+def to_borne(policy: str, faults: Sequence[Fault], workdir: Path) -> Iterator[str]:
+    """The same for NaN that a run which ended well bore, by its last state."""
+    checkpoints = Checkpoints(workdir / "checkpoints", say=lambda line: None)
+    counter = {"skip": "skipped", "rollback": "offset"}[policy]
+    (count,) = checkpoints.restore_flat(newest(workdir), f"state/{counter}").values()
+    if count < len(faults):
+        named = ", ".join(map(str, faults))
+        yield f"{named}: the last state has {counter}={int(count)}, expected {len(faults)} or more"
+
+
+def _to_vanishing(fault: Fault, workdir: Path) -> Iterator[str]:
+    """Orbax may leave debris of the save that was under way; nothing in it may be taken for a run."""
+    made = [*workdir.glob("config.json"), *workdir.glob("checkpoints/*/manifest.json")]
+    if made:
+        yield f"{fault}: {made[0]} was made anew in a folder that had vanished"
+
+
 def _names(fault: Fault, ended: Ended, what: str) -> Iterator[str]:
-    """The error is one line, and says `what`."""
+    """The error is one line, the last one, and says `what`; libraries may have said something before."""
     lines = ended.errors.splitlines()
-    if len(lines) != 1 or what not in lines[0]:
+    ours = [line for line in lines if line.startswith("jaxtrain: ")]
+    if len(ours) != 1 or ours != lines[-1:] or what not in ours[0]:
         yield f"{fault}: expected one line that names {what}{_said(ended)}"
 
 

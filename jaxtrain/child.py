@@ -39,9 +39,10 @@ class Ended:
 
     @property
     def last_step(self) -> int:
-        """The last step that was given a batch, or else the one that it resumed at."""
-        given = [note["step"] for note in self.noted("ids")]
-        return max(given) if given else int(self.first("start") or 0)
+        """The step at which the loop ended; where nothing tells, the last one that was given a batch."""
+        return int(
+            next((note[key] for note in reversed(self.notes) for key in ("end", "step", "start") if key in note), 0)
+        )
 
     def phases(self, name: str) -> list[dict[str, Any]]:
         """Each with `at`, a step, and `seconds`."""

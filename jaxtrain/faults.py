@@ -89,7 +89,7 @@ KINDS = {
     ),
     "vanish": Kind(
         "the workdir is moved away at this step, and back before the next start",
-        "exit 5 naming it; nothing is made in its place",
+        "exit 5 naming it; no run begins anew in its place",
         (STEP,),
         5,
     ),
@@ -106,9 +106,10 @@ KINDS = {
         ends=False,
     ),
     "nan": Kind(
-        "the loss of this batch is NaN",
-        "as config.on_nonfinite says: stop (exit 3 naming step, leaf and ids), skip or rollback",
+        "the loss of an example in the batch of this step is NaN",
+        "as config.on_nonfinite says: stop (exit 3 naming step, array and examples), skip or roll back",
         (STEP,),
+        3,
         ends=False,
     ),
 }

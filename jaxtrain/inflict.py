@@ -80,11 +80,18 @@ def readonly(plan: Plan) -> None:
 
 
 def vanish(plan: Plan) -> None:
-    os.rename(plan.workdir, away(plan.workdir))
+    os.rename(plan.workdir, _away(plan.workdir))
 
 
-def away(workdir: str) -> str:
-    """Where `vanish` moves a workdir."""
+def brought_back(workdir: pathlib.Path) -> None:
+    """Undoes `vanish`, where it happened; what lies in the workdir's place goes."""
+    away = pathlib.Path(_away(str(workdir)))
+    if away.exists():
+        shutil.rmtree(workdir, ignore_errors=True)
+        away.rename(workdir)
+
+
+def _away(workdir: str) -> str:
     return f"{workdir}.away"
 
 

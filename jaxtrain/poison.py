@@ -1,20 +1,21 @@
-"""A loss that is NaN at chosen data positions, made from outside: a column beside the batch, of ones or of NaN."""
+"""A loss that is NaN at chosen data positions, made from outside: a column beside the batch says where."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import contract
 from jaxtrain.errors import UserError
 
-COLUMN = "poison"  # float32 [B]
+COLUMN = "poison"  # bool [B]
 
 
 class Poisoned:
-    """A task whose losses are multiplied by the column, where the batch has one."""
+    """A task whose losses are NaN where the column is true, in batches that have one."""
 
     def __init__(self, task: Any):
         self._task = task
@@ -26,7 +27,8 @@ class Poisoned:
         losses = self._task.losses(outputs, batch)
         if COLUMN not in batch:
             return losses
-        return losses * (batch[COLUMN] if losses.ndim else batch[COLUMN].mean())
+        # A product, so that the gradient is NaN too.
+        return losses * jnp.where(batch[COLUMN] if losses.ndim else batch[COLUMN].any(), jnp.nan, 1)
 
 
 def poisonable(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
@@ -41,8 +43,9 @@ def poisonable(original: Callable[..., Any], builder: Any, *args: Any, **options
 
 
 def dose(batch: Mapping[str, jax.Array], position: int, positions: Collection[int]) -> dict[str, jax.Array]:
-    """The batch with the column: NaN at those data positions, else 1."""
+    """The batch with the column, true in the first row at those data positions."""
     ids = batch["id"]
-    column = np.full(ids.shape, np.nan if position in positions else 1, np.float32)
+    column = np.zeros(ids.shape, bool)
+    column[:1] = position in positions
     with jax.transfer_guard("allow"):
         return {**batch, COLUMN: jax.device_put(column, ids.sharding)}

@@ -120,8 +120,8 @@ def arrange(stage: Stage) -> None:
     _wrap(train, "build", _within(stage, "data"))
     _wrap(Job, "evaluate", _within(stage, "evaluation"))
     _wrap(train.Loop, "run", functools.partial(_run, stage))
-    _wrap(train, "plain_advance", functools.partial(_advance, stage))
     batches = _Batches(stage)
+    _wrap(train, "plain_advance", batches.advanced)
     _wrap(Job, "batches", batches.opened)
     _wrap(Feed, "__next__", batches.taken)
     saves = _Saves(stage)
@@ -152,60 +152,61 @@ def _within(stage: Stage, phase: str) -> Callable[..., Any]:
 
 def _run(stage: Stage, original: Callable[..., Any], loop: Any) -> Any:
     stage.loop = loop
+    platform = loop.job.mesh.devices.flat[0].platform
+    stage.note(start=stage.step, checkpoints=_listing(stage), platform=platform)
     return original(loop)
 
 
-def _advance(stage: Stage, original: Callable[..., Any], job: Any) -> Callable[..., Any]:
-    """The step, of which the first call compiles."""
-    advance, compiled = original(job), False
-
-    def first_in_phase(*args: Any) -> Any:
-        nonlocal compiled
-        if compiled:
-            return advance(*args)
-        compiled = True
-        with stage.phase("compile"):
-            return advance(*args)
-
-    return first_in_phase
-
-
 class _Batches:
-    """The training feed: its batches are told by their ids; the data phase lasts until the first."""
+    """From the training feed to the step: the data phase lasts until the first batch, the first step compiles."""
 
     def __init__(self, stage: Stage):
         self._stage = stage
         self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # feed → data position
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # the feeds that steps take from
         self._offset = 0
         self._phase = contextlib.ExitStack()
 
     def opened(self, original: Callable[..., Any], job: Any, start: int = 0, stop: int | None = None) -> Any:
-        stage = self._stage
+        """`Job.batches`: without an end for the loop, else for those who look at a batch again."""
         if stop is None:
             self._phase.close()
-            self._phase.enter_context(stage.phase("data"))
-            self._offset = start - stage.step
-            stage.note(start=stage.step, offset=self._offset, total=job.total_steps, checkpoints=_listing(stage))
+            self._phase.enter_context(self._stage.phase("data"))
+            self._offset = start - self._stage.step
         feed = original(job, start, stop)
+        self._next[feed] = start
         if stop is None:
-            self._next[feed] = start
+            self._training.add(feed)
         return feed
 
     def taken(self, original: Callable[..., Any], feed: Any) -> Any:
-        position = self._next.get(feed)
-        if position is None:  # of an evaluation
+        if feed not in self._next:  # of an evaluation
             return original(feed)
-        self._stage.begin_step()
+        if feed in self._training:
+            self._stage.begin_step()
         batch = original(feed)
         self._phase.close()
-        self._next[feed] = position + 1
-        self._stage.note(step=self._stage.step + 1, offset=self._offset, ids=_checksum(batch["id"]))
-        poisoned = self._stage.plan.poison
+        position, poisoned = self._next[feed], self._stage.plan.poison
+        self._next[feed] += 1
         if poisoned is None:
             return batch
         from jaxtrain import poison
 
         return poison.dose(batch, position, poisoned)
+
+    def advanced(self, original: Callable[..., Any], job: Any) -> Callable[..., Any]:
+        """The step; each batch that it took is told."""
+        advance, first, stage = original(job), True, self._stage
+
+        def told(state: Any, sums: Any, batch: Any) -> Any:
+            nonlocal first
+            with stage.phase("compile") if first else contextlib.nullcontext():
+                result = advance(state, sums, batch)
+            first = False
+            stage.note(step=stage.step + 1, offset=self._offset, ids=_checksum(batch["id"]))
+            return result
+
+        return told
 
 
 class _Saves:
@@ -255,7 +256,13 @@ def main(argv: list[str] | None = None) -> int:
         from jaxtrain import train
 
         with contextlib.ExitStack() as rest:
-            _wrap(train, "finish", lambda original, *args: (rest.enter_context(stage.phase("end")), original(*args))[1])
+
+            def finish(original: Callable[..., Any], *args: Any) -> Any:
+                stage.note(end=stage.step)
+                rest.enter_context(stage.phase("end"))
+                return original(*args)
+
+            _wrap(train, "finish", finish)
             return entry.main(list(plan.arguments))
 
 

@@ -8,14 +8,15 @@ would; then the two are compared bit by bit. The user's own workdir is not touch
 
 import argparse
 import dataclasses
-import os
+import math
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -28,6 +29,7 @@ from jaxtrain.compare import Batch, Row
 from jaxtrain.errors import JaxtrainError, UserError
 from jaxtrain.faults import Fault
 from jaxtrain.rehearsal import Plan
+from jaxtrain.sinks import JsonLines
 
 KILLS = 3
 HANG_SECONDS = 5.0
@@ -43,6 +45,7 @@ class Verdict:
     steps: int
     falls: tuple[str, ...]  # what befell the second run, in order
     folder: Path | None
+    cost: float | None = None  # time of a step with config.deterministic over that without, where it was measured
 
     @property
     def equal(self) -> bool:
@@ -82,15 +85,17 @@ def verify(
     seed: int = 0,
     inject: str = "",
     keep: str | Path | None = None,
+    cost: bool = False,
     say: Callable[[str], None] = print,
 ) -> Verdict:
     """Runs "FILE[:ARGS]" with `changes` ("model.width=64") twice, once with faults, and compares.
 
-    The run is cut to `steps`, and to what can be run twice in `minutes`. `kills` are drawn by `seed`; by default 3, or
-    none where `inject` ("sigterm@120,corrupt@latest") interrupts the run itself. `keep` is a new folder for both
-    workdirs; without it they are in a temporary one, which stays only where the verdict is bad. `say` gets a line for
-    what happens. Raises UserError for mistakes, and where the time is too short; JaxtrainError where the run fails
-    without any fault.
+    steps, minutes: the run is cut to these steps, and to what can be run twice in this time. kills: SIGKILLs at moments
+    drawn by `seed`; by default 3, or none where `inject` ("sigterm@120,corrupt@latest") interrupts the run itself. keep:
+    a new folder for both workdirs; without it they are in a temporary one, which stays only where the verdict is bad.
+    cost: measure what config.deterministic, with which all runs are made, costs; on GPUs that is done anyway. say: gets a
+    line for what happens.
+    Raises UserError for mistakes, and where the time is too short; JaxtrainError where the run fails without any fault.
     """
     wanted = faults.parse(inject)
     config = configs.load(spec, changes, say=lambda line: None)
@@ -101,15 +106,13 @@ def verify(
         raise UserError(f"--inject: {late} is past the last step, {most}; --steps=… gives more")
     folder = _folder(keep)
     overrides = [*shorten.intervals(most), *changes, *cut]
-    if any(fault.kind in answers.SIGNALS for fault in wanted):
-        overrides.append("report_every=1st")  # a signal ends a report interval early: here no interval can be cut
     arguments = [f"--config={spec}", *(f"--config.{each}" for each in overrides)]
     say(f"{spec}: {most} steps, uninterrupted and then with faults, in {folder}")
     trial = Trial(folder, tuple(arguments), config, wanted, minutes, random.Random(seed), say)
     if kills is None:
         kills = 0 if any(fault.ends or fault.where == faults.LATEST for fault in wanted) else KILLS
     try:
-        verdict = trial.run(kills)
+        verdict = trial.run(kills, cost)
     except subprocess.TimeoutExpired:
         raise UserError(f"{minutes:g} minutes are not enough; --minutes=… gives more; see {folder}") from None
     if verdict.good and keep is None:
@@ -146,21 +149,25 @@ class Trial:
         self.goal = 0  # of the second run, where the first had to be ended
         self.problems: list[str] = []
         nan = [fault for fault in self.faults if fault.kind == "nan"]
-        stops = self.config.on_nonfinite == "stop"
         # Where NaN does not stop the run it is a property of its data, and both runs have it.
-        self.poison = None if not nan else () if stops else tuple(fault.step - 1 for fault in nan)
-        if not stops:
-            self.faults = [fault for fault in self.faults if fault.kind != "nan"]
+        self.borne = nan if self.config.on_nonfinite != "stop" else []
+        self.poison = tuple(fault.step - 1 for fault in self.borne) if nan else None
+        self.faults = [fault for fault in self.faults if fault not in self.borne]
 
-    def run(self, kills: int) -> Verdict:
+    def run(self, kills: int, cost: bool) -> Verdict:
         first = self.uninterrupted()
         a, b = self.workdir("uninterrupted"), self.workdir("resumed")
         steps = answers.newest(a)
         planned = self.planned(kills, steps, first)
         batches = self.interrupted(planned, steps, first)
+        if self.borne:
+            self.problems += answers.to_borne(self.config.on_nonfinite, self.borne, b)
         rows = [*compare.states(a, b), compare.batches(first.batches, batches, steps)]
         rows += [compare.lines(a, b), compare.events(a, b)]
-        return Verdict(tuple(rows), tuple(self.problems), steps, tuple(map(str, planned)), self.folder)
+        ratio = self.cost(first) if cost or first.first("platform") == "gpu" else None
+        return Verdict(
+            tuple(rows), tuple(self.problems), steps, tuple(map(str, [*self.borne, *planned])), self.folder, ratio
+        )
 
     def workdir(self, name: str) -> Path:
         return self.folder / name
@@ -217,15 +224,24 @@ class Trial:
         """One start, its fault, and how that and what was damaged before it were answered."""
         before = answers.newest(workdir)
         ended = self.start("resumed", fault)
-        if fault is not None and fault.kind == "vanish" and not workdir.exists():
-            os.rename(inflict.away(str(workdir)), workdir)
         for damage, step in damaged:
             self.problems += answers.to_damage(damage, step, ended, workdir)
         if fault is not None:
             self.problems += answers.to_fault(fault, ended, workdir, before)
+            inflict.brought_back(workdir)
         elif ended.exit_code != (143 if self.goal else 0):
             self.problems += [f"the last start ended with exit code {ended.exit_code}: {ended.errors[-300:]}"]
         return ended
+
+    def cost(self, first: Ended) -> float | None:
+        """The time of a step with config.deterministic over that without, medians over the reported intervals."""
+        if self.left() < 1.5 * first.seconds:
+            self.say("  no time is left to measure what config.deterministic costs; --minutes=… gives more")
+            return None
+        self.start("free", changes=["deterministic=false"])
+        with_it, without = (_step_ms(self.workdir(run)) for run in ("uninterrupted", "free"))
+        self.say(f"  config.deterministic: {with_it:.3g} ms a step with it, {without:.3g} ms without")
+        return with_it / without
 
     def damage(self, fault: Fault, workdir: Path) -> int:
         """Damages the newest good checkpoint; returns its step."""
@@ -236,33 +252,43 @@ class Trial:
         self.say(f"  between starts  {fault}: the checkpoint of step {step}")
         return step
 
-    def start(self, run: str, fault: Fault | None = None, *, seconds: float = 0.0) -> Ended:
+    def left(self) -> float:
+        """Seconds of the time for everything."""
+        return 60 * self.minutes - (time.monotonic() - self.began)
+
+    def start(
+        self, run: str, fault: Fault | None = None, *, seconds: float = 0.0, changes: Sequence[str] = ()
+    ) -> Ended:
         """One process of a run, from its start or its newest checkpoint on."""
-        workdir, arguments = self.workdir(run), list(self.arguments)
-        poison = self.poison
-        if fault is not None and fault.kind == "nan":
-            poison, told = (fault.step - 1,), None
-        else:
-            told = fault
-        if fault is not None and fault.where == "compile":  # a fault in a step that is compiled already is none
-            arguments.append(f"--config.compile_cache={self.folder / f'cache-{self.starts}'}")
-        if fault is not None and fault.kind == "hang":
-            arguments.append(f"--config.hang_minutes={HANG_SECONDS / 60:.4f}")
+        workdir = self.workdir(run)
+        changes = [*changes, *self.surroundings(fault)]
+        is_nan = fault is not None and fault.kind == "nan"
         plan = Plan(
-            arguments=(*arguments, f"--workdir={workdir}"),
+            arguments=(*self.arguments, *(f"--config.{each}" for each in changes), f"--workdir={workdir}"),
             workdir=str(workdir),
             notes=-1,
             goal=self.goal,
             seconds=seconds,
-            fault=told,
-            poison=poison,
+            fault=None if is_nan else fault,
+            poison=(fault.step - 1,) if fault is not None and is_nan else self.poison,
         )
-        log = self.folder / f"start-{self.starts}.txt"
-        left = 60 * self.minutes - (time.monotonic() - self.began)
-        ended = child.start(plan, max(left, 0.1), log)
+        ended = child.start(plan, max(self.left(), 0.1), self.folder / f"start-{self.starts}.txt")
         self.say(f"  start {self.starts:<3} {_told(run, fault, ended)}")
         self.starts += 1
         return ended
+
+    def surroundings(self, fault: Fault | None) -> Iterator[str]:
+        """What a fault needs of the config to happen at all."""
+        if fault is not None and fault.where == "compile":  # what is compiled already does not compile
+            yield f"compile_cache={self.folder / f'cache-{self.starts}'}"
+        if fault is not None and fault.kind == "hang":
+            yield f"hang_minutes={HANG_SECONDS / 60:.4f}"
+
+
+def _step_ms(workdir: Path) -> float:
+    """The median of what `metrics.jsonl` says; nan where it says nothing."""
+    found = [line["time/step_ms"] for line in JsonLines.read(workdir / "metrics.jsonl") if "time/step_ms" in line]
+    return statistics.median(found) if found else math.nan
 
 
 def _told(run: str, fault: Fault | None, ended: Ended) -> str:
@@ -293,6 +319,8 @@ def run(argv: Sequence[str]) -> int:
     options = {name: value for name, value in vars(flags).items() if name != "config"}
     verdict = verify(flags.config, changes, **options)
     print(table(verdict.rows))
+    if verdict.cost is not None:
+        print(f"a step takes {verdict.cost:.2f} times as long with config.deterministic as without")
     print(verdict)
     return verdict.exit_code
 
@@ -312,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kills", type=int, help="SIGKILLs at drawn moments (3; 0 where --inject interrupts the run)")
     add("--seed", type=int, default=0, help="of the moments (0)")
     add("--inject", metavar="FAULT@WHEN,…", default="", help="faults, in the order in which they fall")
+    add("--cost", action="store_true", help="measure what config.deterministic costs, as is done on GPUs anyway")
     add("--keep", metavar="DIR", help="a new folder for both workdirs; else a temporary one")
     return parser
 
