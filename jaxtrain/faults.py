@@ -152,6 +152,9 @@ class Fault:
 def parse(text: str) -> list[Fault]:
     """The faults of "sigterm@120,kill@checkpoint,corrupt@latest". Raises UserError, one line, for any other text."""
     faults = [_one(part.strip()) for part in text.split(",") if part.strip()]
+    for fault in faults[:-1]:
+        if fault.kind == "second":
+            raise UserError(f"--inject: {fault} lets the run go on to its end; put it last")
     steps = [fault for fault in faults if fault.step and fault.kind != "nan"]
     for before, fault in zip(steps, steps[1:], strict=False):
         if fault.step <= before.step:

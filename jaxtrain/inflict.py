@@ -83,7 +83,7 @@ def vanish(plan: Plan) -> None:
     os.rename(plan.workdir, _away(plan.workdir))
 
 
-def brought_back(workdir: pathlib.Path) -> None:
+def bring_back(workdir: pathlib.Path) -> None:
     """Undoes `vanish`, where it happened; what lies in the workdir's place goes."""
     away = pathlib.Path(_away(str(workdir)))
     if away.exists():

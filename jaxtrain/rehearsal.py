@@ -34,11 +34,11 @@ class Plan:
 
     arguments: tuple[str, ...]
     workdir: str
-    notes: int
     goal: int = 0
     seconds: float = 0.0
     fault: Fault | None = None
     poison: tuple[int, ...] | None = None
+    notes: int = -1
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -154,6 +154,8 @@ def _run(stage: Stage, original: Callable[..., Any], loop: Any) -> Any:
     stage.loop = loop
     platform = loop.job.mesh.devices.flat[0].platform
     stage.note(start=stage.step, checkpoints=_listing(stage), platform=platform)
+    if stage.plan.goal and stage.step >= stage.plan.goal:
+        inflict.sigterm(stage.plan)
     return original(loop)
 
 

@@ -12,7 +12,8 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxtrain"
 # From the command line down to the errors. A module imports only from lines below its own, or beside itself.
 ROOMS = """
 verify
-answers shorten moments
+trial
+answers verdict shorten moments
 child
 compare rehearsal
 poison faults

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import answers, compare, faults, inflict, moments, shorten, verify
+from jaxtrain import answers, child, compare, faults, inflict, moments, shorten, verify
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.child import Ended
@@ -44,6 +44,7 @@ def test_faults_are_read(text, found):
         ("kill@latest", ["'kill@latest'"]),
         ("corrupt@7", ["'corrupt@7'", "corrupt@latest"]),
         ("diskfull@evaluation", ["diskfull@120"]),
+        ("second@9,kill@20", ["second@9", "put it last"]),
         ("kill@20,sigterm@20", ["sigterm@20 comes after kill@20"]),
     ],
 )
@@ -68,7 +69,7 @@ def test_what_is_no_fault_is_refused_in_one_line(text, named):
     ids=lambda value: " ".join(value),
 )
 def test_a_mistake_costs_one_line_and_starts_nothing(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr(verify.child, "start", None)
+    monkeypatch.setattr(child, "start", None)
     assert verify.main(arguments) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and all(each in line for each in named), line
@@ -273,7 +274,7 @@ def test_damage_is_damage_and_its_answer_is_checked(kind, tmp_path):
     ids=["equal", "differs", "other answer"],
 )
 def test_the_verdict_is_one_line_and_an_exit_code(rows, problems, code, starts, tmp_path):
-    verdict = verify.Verdict(tuple(rows), tuple(problems), 9, ("kill@3",), tmp_path)
+    verdict = verify.Verdict(tuple(rows), tuple(problems), 9, (Fault("kill", "3"),), tmp_path)
     assert verdict.exit_code == code and str(verdict).startswith(starts)
     assert (str(tmp_path) in str(verdict)) == bool(code)
 
@@ -336,6 +337,6 @@ def test_what_is_due_is_due_several_times_and_at_different_steps():
 def test_a_plan_goes_through_json_and_back():
     from jaxtrain.rehearsal import Plan
 
-    plan = Plan(("--config=x",), "w", 3, goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
+    plan = Plan(("--config=x",), "w", goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
     text = plan.to_json()
     assert Plan.from_json(text) == plan and json.loads(text)["goal"] == 7
