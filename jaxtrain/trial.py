@@ -62,7 +62,10 @@ class Trial:
         """
         first = self.first()
         steps = answers.newest(self.uninterrupted)
-        batches = self.second(self.planned(kills, steps, first), steps, first)
+        planned = self.planned(kills, steps, first)
+        batches = self.second(planned, steps, first)
+        if planned and not self.befallen:
+            raise UserError(f"{self.minutes:g} minutes are not enough for a single kill; --minutes=… gives more")
         rows = (
             *compare.states(self.uninterrupted, self.resumed),
             compare.batches(first.batches, batches, steps),

@@ -5,9 +5,24 @@ import os
 import pytest
 from conftest import REPOSITORY
 
-from jaxtrain import verify
+from jaxtrain import compare, faults, verify
 
 pytestmark = pytest.mark.slow
+
+OTHERS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py") if path.stem != "digits")
+ALWAYS = {"params", "opt_state", "key", "counters", "sums", "batch ids", "metrics.jsonl", "event files"}
+NOISY = """
+import os
+from jaxtrain import config
+
+def noise(predict, source):
+    return {"pid": float(os.getpid())}
+
+def get_config():
+    found = config.load("configs/digits.py:smoke", total="24st")
+    found.evals = dict(noise=dict(source="test", fn="noisy:noise", every="6st"))
+    return found
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +34,58 @@ def at_home(monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR", str(REPOSITORY.parent / "shared" / "tfds")))
 
 
-def test_twenty_kills_in_all_phases_change_no_bit(tmp_path):
-    """Reports 4, 14, 35."""
-    verdict = verify.verify("configs/digits.py:smoke", kills=20, minutes=20, keep=tmp_path)
+def verified(spec, *changes, **options):
+    """The verdict, which is good and compared everything."""
+    verdict = verify.verify(spec, changes, minutes=20, **options)
     assert verdict.good, str(verdict)
-    assert {"params", "opt_state", "model_state", "key", "counters", "batch ids", "metrics.jsonl", "event files"} <= {
-        row.name for row in verdict.rows
-    }
+    assert {row.name for row in verdict.rows} >= ALWAYS
+    return verdict
+
+
+def test_twenty_kills_in_all_phases_change_no_bit():
+    """Reports 4, 14, 35."""
+    verdict = verified("configs/digits.py:smoke", kills=20)
+    assert [fault.kind for fault in verdict.faults] == ["kill"] * 20
+    assert {fault.where for fault in verdict.faults} >= faults.PHASES.keys()
+
+
+@pytest.mark.parametrize("spec", [*(f"configs/{name}.py" for name in OTHERS), "examples/gan.py"])
+def test_three_kills_change_no_bit_of_any_config(spec):
+    assert len(verified(f"{spec}:smoke").faults) == 3
+
+
+def test_each_fault_is_answered_as_documented():
+    """Reports 16, 35, 37, 40: each fault of the table in one run, which ends as if none had been."""
+    found = verified("configs/digits.py:smoke", inject=",".join(IN_ONE_RUN))
+    assert {fault.kind for fault in found.faults} == faults.KINDS.keys()
+
+
+IN_ONE_RUN = (
+    *("kill@6", "sigterm@9", "sigterm@compile", "sigint@evaluation", "corrupt@latest", "nan@13", "halve@latest"),
+    *("sigint@18", "empty@latest", "usr1@21", "diskfull@24", "readonly@28", "vanish@30", "hang@35", "second@38"),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "answer", "inject"),
+    [
+        ("examples/simclr.py:smoke", "skip", "nan@7"),
+        ("configs/digits.py:smoke", "rollback", "nan@13,nan@22,kill@16,sigterm@23,kill@30"),
+    ],
+)
+def test_nan_that_is_borne_is_borne_the_same_way_whatever_befalls(spec, answer, inject):
+    """Report 16."""
+    verdict = verified(spec, f"on_nonfinite={answer}", inject=inject)
+    assert len(verdict.faults) > inject.count("nan")
+
+
+def test_what_does_not_follow_from_the_step_is_found(tmp_path, monkeypatch, capsys):
+    """An evaluation that tells its process apart."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{tmp_path}")
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = [f"--config={tmp_path / 'noisy.py'}", "--kills=1", f"--keep={tmp_path / 'kept'}"]
+    assert verify.main(arguments) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("NOT EQUAL: metrics.jsonl: ") and "eval_noise/pid" in said[-1]
+    assert all((tmp_path / "kept" / name / "metrics.jsonl").is_file() for name in compare.NAMES)

@@ -6,6 +6,7 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 
 from jaxtrain import answers, child, compare, faults, inflict, moments, shorten, verify
 from jaxtrain import config as configs
@@ -340,3 +341,12 @@ def test_a_plan_goes_through_json_and_back():
     plan = Plan(("--config=x",), "w", goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
     text = plan.to_json()
     assert Plan.from_json(text) == plan and json.loads(text)["goal"] == 7
+
+
+def test_the_documents_tell_every_fault_as_the_table_does():
+    page = (REPOSITORY / "docs" / "reliability.md").read_text()
+    for name, kind in faults.KINDS.items():
+        assert any(
+            line.startswith(f"| `{name}` |") and line.endswith(f"| {kind.doc} | {kind.answer} |")
+            for line in page.splitlines()
+        ), name
