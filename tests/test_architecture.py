@@ -46,6 +46,7 @@ data.records
 data.example data.tensorflow_cpu
 data.sources
 data.roles data.order data.augment
+finite
 metrics precision sharding
 devices
 compilecache machine
