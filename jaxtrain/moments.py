@@ -7,6 +7,7 @@ import statistics
 from jaxtrain.child import Ended
 from jaxtrain.faults import Fault
 
+STEP_SECONDS = 0.05  # after the beginning of a step a kill falls at the latest: in it, or a few steps on
 IN_TURN = ("step", "checkpoint", "evaluation", "compile", "data", "any", "end")
 
 
@@ -25,12 +26,7 @@ def draw(count: int, steps: int, watched: Ended, rng: random.Random) -> list[Fau
 def aimed(moment: str, step: int, watched: Ended, rng: random.Random) -> Fault:
     """A kill in a phase, from `step` on, or in that step; how far into it is drawn from how long it lasted."""
     if moment == "step":
-        return Fault("kill", str(step), seconds=rng.random() * 2 * _step_seconds(watched))
+        return Fault("kill", str(step), seconds=rng.random() * STEP_SECONDS)
     lasted = statistics.median(phase["seconds"] for phase in watched.phases(moment))
     after = {"data": rng.choice((-1, 0)), "compile": -1, "any": -1, "end": -1}.get(moment, step)
     return Fault("kill", moment, after=after, seconds=rng.random() * lasted)
-
-
-def _step_seconds(watched: Ended) -> float:
-    lasted = sum(phase["seconds"] for phase in watched.phases("any"))
-    return lasted / max(len(watched.batches), 1) / 4

@@ -59,6 +59,7 @@ class Stage:
         self.loop: Any = None  # jaxtrain.train.Loop, once it runs
         self._began = time.monotonic()
         self._fallen = threading.Lock()
+        self._armed: threading.Timer | None = None
         self._ending = False
 
     @property
@@ -74,11 +75,7 @@ class Stage:
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Marks a phase, at `step`; a fault that is due in it falls before it is over."""
         began, fault, at = time.monotonic(), self.plan.fault, self.step if step is None else step
-        due = fault is not None and fault.where == name and at >= fault.after
-        timer = threading.Timer(fault.seconds, self.fall) if fault is not None and due else None
-        if timer:
-            timer.daemon = True
-            timer.start()
+        timer = self._arm(fault) if fault is not None and fault.where == name and at >= fault.after else None
         try:
             yield
         finally:
@@ -91,15 +88,21 @@ class Stage:
         """Called before a batch is handed to the next step."""
         fault, step = self.plan.fault, self.step + 1
         if fault is not None and fault.step and step >= fault.step:
-            if fault.kind == "kill":  # somewhere in the step
-                threading.Timer(fault.seconds, self.fall).start()
-            else:
+            if fault.kind != "kill":
                 self.fall()
+            elif not self._armed:  # it falls somewhere in the step
+                self._armed = self._arm(fault)
         late = self.plan.seconds and time.monotonic() - self._began > self.plan.seconds
         if (late or step == self.plan.goal) and not self._ending:
             self._ending = True
             self.note(goal=step)
             inflict.sigterm(self.plan)
+
+    def _arm(self, fault: Fault) -> threading.Timer:
+        timer = threading.Timer(fault.seconds, self.fall)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def fall(self) -> None:
         """The fault happens, once."""
