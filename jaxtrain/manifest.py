@@ -24,6 +24,7 @@ _SUMS: dict[int, tuple[str, Callable[[Any, int], int]]] = {  # format → its ch
     1: ("crc32", zlib.crc32),
     2: ("crc32c", crc32c.crc32c),
 }
+DATABASE = "manifest.ocdbt"  # of orbax's files the one by which it looks up arrays: without it, by folder names
 _BLOCK = 2**20  # bytes read at a time. Not mapped: a disk error would be a signal then, and end the process
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -111,6 +112,8 @@ class Manifest:
             raise Damaged(f"{folder} holds step {manifest.step}")
         if outside:
             raise Damaged(f"{folder / NAME} names {outside[0]!r}, which is not inside the checkpoint")
+        if DATABASE not in manifest.files:
+            raise Damaged(f"{folder / manifest.arrays / DATABASE} is missing")
         return manifest
 
     def check_files(self, folder: pathlib.Path) -> None:

@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 
 from jaxtrain import checkpoint, manifest
 from jaxtrain.checkpoint import Checkpoints, locate
@@ -449,6 +451,18 @@ def test_every_flipped_bit_is_found(folder: pathlib.Path) -> None:
     assert checkpoints.latest() == 20
 
 
+def test_a_flipped_bit_anywhere_in_a_manifest_is_damage(folder: pathlib.Path) -> None:
+    """In the number of its format too, which then is not that of a later version."""
+    path = folder / "20" / MANIFEST
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        with pytest.raises(manifest.Damaged, match=str(path)):
+            manifest.Manifest.read(folder / "20")
+    path.write_bytes(content)
+    assert Checkpoints(folder).latest() == 20
+
+
 @pytest.mark.parametrize("orbax_fails", [False, True])
 def test_what_is_verified_while_orbax_reads_is_given_out_only_if_sound(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, orbax_fails: bool
@@ -514,6 +528,83 @@ def test_a_manifest_leads_nowhere_else(folder: pathlib.Path, name: str, key: str
     assert len(said) == 1 and f"names {name!r}, which is not inside" in said[0]
     with pytest.raises(StorageError, match="is not inside the checkpoint"):
         checkpoints.restore(20, abstract(small(0)))
+
+
+def test_arrays_are_looked_up_in_the_database_alone(folder: pathlib.Path) -> None:
+    """Without it orbax takes names of arrays for paths of folders, absolute ones too."""
+    found = manifest.Manifest.read(folder / "20")
+    (folder / "20" / "arrays-0" / "manifest.ocdbt").unlink()
+    files = {name: file for name, file in found.files.items() if name != "manifest.ocdbt"}
+    dataclasses.replace(found, files=files).write(folder / "20")
+    said: list[str] = []
+    assert Checkpoints(folder, say=said.append).latest() == 10
+    assert said == [f"{folder / '20' / 'arrays-0' / 'manifest.ocdbt'} is missing; passed over"]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("d/another", False),  # or the trick does not work, and nothing here tells anything
+        ("../secret/", True),
+        ("d/../../secret/", True),
+        ("/secret/", True),
+    ],
+)
+def test_the_database_leads_nowhere_else(tmp_path: pathlib.Path, name: str, refused: bool) -> None:
+    """Tensorstore refuses such names itself; if ever it does not, this says so."""
+    base = tmp_path / "base"
+    config = {"compression": None, "max_inline_value_bytes": 0}
+    options = {"driver": "ocdbt", "base": f"file://{base}/", "config": config}
+    tensorstore.KvStore.open(options).result().write("key", b"value" * 9).result()
+    (data,) = (base / "d").iterdir()
+    old = f"d/{data.name}"
+    new = name + "x" * (len(old) - len(name))
+    for path, start in ((data, data.read_bytes().index(b"\x0c\xdb")), (base / "manifest.ocdbt", 0)):
+        content = path.read_bytes()
+        assert old.encode() in content
+        body = content[start:-4].replace(old.encode(), new.encode())
+        path.write_bytes(content[:start] + body + crc32c.crc32c(body).to_bytes(4, "little"))
+    target = pathlib.Path(os.path.normpath(f"{base}/{new}"))  # as a reader would that joins the two
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(data, target)
+    read = tensorstore.KvStore.open(options).result().read("key")
+    if refused:
+        with pytest.raises(ValueError, match="Invalid key"):
+            read.result()
+    else:
+        assert read.result().value == b"value" * 9
+
+
+WATCHED = """
+    import os, sys
+    import jax
+    from jaxtrain.checkpoint import Checkpoints
+
+    def read(folder):
+        checkpoints = Checkpoints(folder)
+        wanted = {"step": jax.ShapeDtypeStruct((), "int32"), "w": jax.ShapeDtypeStruct((64, 64), "float32")}
+        checkpoints.restore_latest(wanted)
+        checkpoints.restore_flat(20)
+
+    read(sys.argv[1])  # imports and compiles what it needs
+    seen = []
+    sys.addaudithook(lambda event, arguments: seen.append((event, arguments)))
+    read(sys.argv[2])
+    code = {"exec", "compile", "import", "marshal.loads", "pickle.find_class", "os.system", "subprocess.Popen"}
+    print(*sorted({event for event, _ in seen} & code), sep="\\n")
+    opened = [os.path.abspath(a[0]) for e, a in seen if e == "open" and isinstance(a[0], str)]
+    print(*{path for path in opened if not path.startswith((sys.argv[2], "/proc", "/sys"))}, sep="\\n")
+    assert len(opened) > 5
+"""
+
+
+def test_reading_runs_no_code_and_opens_no_other_file(folder: pathlib.Path) -> None:
+    """As Python's own audit sees it: no pickle, no import, nothing executed, no file elsewhere."""
+    other = shutil.copytree(folder, folder.parent / "other")
+    process = run_python(WATCHED, folder, other)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert output.split() == []
 
 
 @pytest.mark.parametrize(
