@@ -42,8 +42,10 @@ schedules
 data.feed
 data.host
 data data.tfds data.digits
+data.pictures data.tfds_builder
 data.records
-data.example data.tensorflow_cpu
+data.example data.tensorflow_cpu data.indexcache
+data.damage
 data.sources
 data.roles data.order data.augment
 finite

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import tiny_tfds
 
-from jaxtrain.data import example, records
-from jaxtrain.data import tfds as tfds_module
+from jaxtrain.data import example, pictures, records, tfds_builder
 from jaxtrain.data.sources import DataAbsent, EncodedSource, synthetic
 from jaxtrain.data.tfds import tfds
 from jaxtrain.errors import UserError
@@ -52,7 +51,7 @@ def test_records_are_read_by_number_across_shards(tmp_path, kind, encoding):
     assert batch["label"].tolist() == (numbers % 3).tolist() and batch["label"].dtype == np.int32
     assert batch["image"].shape == (6, 8, 8, 3) and batch["image"].dtype == np.uint8
     assert sorted(np.bincount(batch["label"])) == [2, 2, 2]
-    expected = tfds_module._decode(tiny_tfds.picture(int(numbers[3]), (8, 8, 3), encoding), (8, 8, 3))
+    expected = pictures.decode(tiny_tfds.picture(int(numbers[3]), (8, 8, 3), encoding), (8, 8, 3))
     assert np.array_equal(batch["image"][3], expected)
     assert f"example {numbers[2]} of tiny train" in sources["validation"].describe(2)
 
@@ -161,7 +160,7 @@ def test_a_record_without_its_label_is_named(tmp_path, record):
     stored = tiny_tfds.records(9)
     tiny_tfds.write(tmp_path, {"train": [[*stored[:4], record, *stored[5:]]]})
     message = refusal(dataset="tiny", dir=str(tmp_path))
-    assert "tiny-train.tfrecord-00000-of-00001 at byte" in message and "'label'" in message
+    assert "tiny-train.tfrecord-00000-of-00001 record 4 at byte" in message and "'label'" in message
 
 
 @pytest.mark.parametrize("value", (0, 1, 127, 128, 300, 2**31 - 1, -1, -5))
@@ -215,9 +214,9 @@ def test_an_absent_set_without_a_network_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_a_host_that_never_answers_counts_as_out_of_reach(monkeypatch):
-    monkeypatch.setattr(tfds_module, "_NETWORK_SECONDS", 0.2)
+    monkeypatch.setattr(tfds_builder, "_NETWORK_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not tfds_module._reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/data.zip")
+        assert not tfds_builder._reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/data.zip")
 
 
 def test_the_folder_comes_from_the_option_then_the_environment(tmp_path, monkeypatch):

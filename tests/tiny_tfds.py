@@ -8,6 +8,8 @@ import struct
 import numpy as np
 from PIL import Image
 
+from jaxtrain.data.records import masked_crc32c
+
 CLASSES = ("ant", "bee", "cow")
 Shards = list[list[bytes]]
 
@@ -78,11 +80,15 @@ def write(
     return path
 
 
+def framed(data: bytes) -> bytes:
+    """A record as it stands in a TFRecord file."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+
+
 def _write_shard(path: pathlib.Path, shard: list[bytes], kind: str) -> None:
     if kind == "tfrecord":
-        checksum = bytes(4)
-        framed = [struct.pack("<Q", len(data)) + checksum + data + checksum for data in shard]
-        path.write_bytes(b"".join(framed))
+        path.write_bytes(b"".join(map(framed, shard)))
         return
     from array_record.python.array_record_module import ArrayRecordWriter
 

@@ -17,7 +17,7 @@ _LENGTH_DELIMITED = 2
 def features(record: Buffer, start: int, end: int, wanted: Mapping[str, type]) -> dict[str, Any]:
     """Those features of the Example in record[start:end] that are `wanted`: name → type, `bytes` or `int`.
 
-    Raises ValueError or IndexError where the bytes are no Example, or a feature is not one value of its type.
+    Raises ValueError or IndexError where the bytes are no Example, or do not hold one value of each type wanted.
     """
     found = {}
     for _, first, last in _fields(record, start, end):  # Example.features
@@ -25,11 +25,13 @@ def features(record: Buffer, start: int, end: int, wanted: Mapping[str, type]) -
             (_, key, key_end), (_, value, value_end) = _fields(record, entry, entry_end)
             name = bytes(record[key:key_end]).decode()
             if name in wanted:
-                found[name] = _value(record, value, value_end, wanted[name])
+                found[name] = _value(name, record, value, value_end, wanted[name])
+    if len(found) < len(wanted):
+        raise ValueError(f"it has no feature {min(wanted.keys() - found.keys())!r}")
     return found
 
 
-def _value(record: Buffer, start: int, end: int, kind: type) -> bytes | int:
+def _value(name: str, record: Buffer, start: int, end: int, kind: type) -> bytes | int:
     # A Feature: bytes_list = 1, float_list = 2 or int64_list = 3.
     ((number, first, last),) = _fields(record, start, end)
     if (number, kind) == (1, bytes):
@@ -42,7 +44,7 @@ def _value(record: Buffer, start: int, end: int, kind: type) -> bytes | int:
         value, first = _varint(record, first)
         if first == last:
             return value - (value >> 63 << 64)  # two's complement
-    raise ValueError(f"expected a feature that is one {kind.__name__}")
+    raise ValueError(f"feature {name!r} is not one value of type {kind.__name__}")
 
 
 def _fields(record: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -51,7 +53,7 @@ def _fields(record: Buffer, start: int, end: int) -> Iterator[tuple[int, int, in
         tag, start = _varint(record, start)
         length, start = _varint(record, start)
         if tag & 7 != _LENGTH_DELIMITED or start + length > end:
-            raise ValueError("not a tf.train.Example")
+            raise ValueError("it is not a tf.train.Example")
         yield tag >> 3, start, start + length
         start += length
 
@@ -64,7 +66,7 @@ def _varint(record: Buffer, start: int) -> tuple[int, int]:
     value, shift = byte & 127, 7
     while byte >= 128:
         if shift > 63:
-            raise ValueError("not a tf.train.Example")
+            raise ValueError("it is not a tf.train.Example")
         start += 1
         byte = record[start]
         value |= (byte & 127) << shift

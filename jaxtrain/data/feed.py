@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import operator
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxtrain.data import host
+from jaxtrain.data import damage, host
 from jaxtrain.data.order import Plan
 from jaxtrain.data.sources import Batch, Source
 from jaxtrain.errors import UserError
@@ -26,7 +27,8 @@ class Feed(Iterator[dict[str, jax.Array]]):
 
     `plan(step)` says what the step loads. (ids, epochs), as from `order.ids`: the batch has the source's arrays,
     "id" and "epoch" (int32 [B]). Ids alone: it has "id" and "mask" (bool [B]), which is False where the id is
-    -1; there the arrays hold another example. The plan does not know of devices or processes: each process
+    -1; there the arrays hold another example. A source that bears damaged examples has a "mask" in any case, False
+    for those too. The plan does not know of devices or processes: each process
     loads the rows that lie on its devices. `check(batch)` sees each batch as numpy arrays first, and may raise.
 
     An exception on the way is raised by `next`. `waited` counts the seconds that the consumer spent in `next`.
@@ -58,12 +60,13 @@ class Feed(Iterator[dict[str, jax.Array]]):
             lookahead=prefetch,
             kind=kind,
         )
+        join = operator.or_ if damage.of(source) is None else _joined
         self.waited = 0.0
         self._buffer = _Buffer(max(1, prefetch))
         # The thread must not hold the feed, or a feed that is dropped would live for ever.
         thread = threading.Thread(
             target=_fill,
-            args=(self._buffer, loaded, columns, start, check, functools.partial(_put, sharding)),
+            args=(self._buffer, loaded, columns, join, start, check, functools.partial(_put, sharding)),
             name="jaxtrain-feed",
             daemon=True,
         )
@@ -128,6 +131,7 @@ def _fill(
     buffer: _Buffer,
     loaded: Generator[Batch, None, None],
     columns: Callable[[int], Batch],
+    join: Callable[[Batch, Batch], Batch],
     step: int,
     check: Callable[[Batch], None],
     put: Callable[[Batch], dict[str, jax.Array]],
@@ -136,7 +140,7 @@ def _fill(
     try:
         with contextlib.closing(loaded):
             for arrays in loaded:
-                batch = {**arrays, **columns(step)}
+                batch = join(arrays, columns(step))
                 check(batch)
                 if not buffer.put(put(batch)):
                     return
@@ -157,6 +161,11 @@ def _columns(planned: Any) -> Batch:
     if isinstance(planned, tuple):
         return {"id": planned[0], "epoch": planned[1]}
     return {"id": planned, "mask": planned >= 0}
+
+
+def _joined(arrays: Batch, columns: Batch) -> Batch:
+    """What was loaded and what the plan adds; `mask` may be of both, where there is no example or a damaged one."""
+    return arrays | columns | {"mask": arrays["mask"] & columns.get("mask", np.True_)}
 
 
 def _local_columns(plan: Plan, rows: np.ndarray | slice, step: int) -> Batch:

@@ -1,6 +1,7 @@
 """Batches on the host: ids → decoded arrays, read ahead in parallel, in the order of the plan."""
 
 import collections
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data import damage
 from jaxtrain.data.sources import ArraySource, Batch, EncodedSource, Source, Subset, SyntheticSource
 from jaxtrain.data.tensorflow_cpu import tensorflow
 from jaxtrain.errors import UserError
@@ -36,9 +38,10 @@ def batches(
     `kind` says how encoded sources are decoded: "threads" in a pool of `threads` (0: as many as CPUs are
     allowed), without TensorFlow; "tf.data" by TensorFlow's operations, to the same bits; "auto" as "tf.data".
     Other sources never need TensorFlow. At least `lookahead` batches are read ahead; `start` may be anything
-    at no cost. Close the iterator to end its threads.
+    at no cost. Close the iterator to end its threads. A source that bears damage adds `mask`, see `data.damage`.
 
-    Raises UserError for an unknown kind, and naming the example that cannot be decoded.
+    Raises UserError for an unknown kind, and naming the example that cannot be decoded; StorageError where the
+    disk fails.
     """
     if kind not in KINDS:
         raise UserError(f"loader is {kind!r}, expected one of {', '.join(KINDS)}")
@@ -46,7 +49,7 @@ def batches(
     if isinstance(source, EncodedSource) and kind != "threads":
         return _by_tf_data(source, plan, start, stop, threads, lookahead)
     if _is_quick(source) and _bytes(source) * len(plan(start)) <= _SMALL_BYTES:
-        return (source.get(plan(step)) for step in _steps(start, stop))
+        return (damage.load(source, plan(step)) for step in _steps(start, stop))
     return _by_threads(source, plan, start, stop, threads, lookahead)
 
 
@@ -69,27 +72,9 @@ def _bytes(source: Source) -> int:
 def _by_threads(
     source: Source, plan: IdPlan, start: int, stop: int | None, threads: int, lookahead: int
 ) -> Generator[Batch, None, None]:
-    """One batch a task; the results are taken in the order of the steps."""
-
-    def load(step: int) -> Batch:
-        ids = plan(step)
-        try:
-            return source.get(ids)
-        except UserError:
-            raise
-        except Exception as error:
-            raise _blame(source, ids, source.get, error) from error
-
-    ahead = _steps(start, stop)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxtrain-decode")
-    try:
-        pending = collections.deque(pool.submit(load, step) for step in itertools.islice(ahead, lookahead + threads))
-        while pending:
-            batch = pending.popleft().result()
-            pending.extend(pool.submit(load, step) for step in itertools.islice(ahead, 1))
-            yield batch
-    finally:
-        pool.shutdown(cancel_futures=True)
+    """One batch a task."""
+    with _pool(threads) as pool:
+        yield from _ahead(pool, lambda step: damage.load(source, plan(step)), start, stop, lookahead + threads)
 
 
 def _by_tf_data(
@@ -97,15 +82,39 @@ def _by_tf_data(
 ) -> Generator[Batch, None, None]:
     """Records as bytes → tf.data, which decodes pieces of batches in parallel and keeps their order."""
     tf = tensorflow()
+    borne = damage.of(source)
+    with _pool(threads) as pool:
+        step = start
+        while stop is None or step < stop:
+            decoded = _decoded(tf, source, plan, step, stop, threads, lookahead, pool)
+            try:
+                for batch in decoded:
+                    yield batch if borne is None else {**batch, "mask": np.ones(len(plan(step)), bool)}
+                    step += 1
+            except tf.errors.OpError as error:  # which ends tf.data's iterator
+                yield _recovered(tf, source, plan(step), error)
+                step += 1
+
+
+def _decoded(
+    tf: Any,
+    source: EncodedSource,
+    plan: IdPlan,
+    start: int,
+    stop: int | None,
+    threads: int,
+    lookahead: int,
+    pool: ThreadPoolExecutor,
+) -> Iterator[Batch]:
     # Graph operations as they stand: AutoGraph would rewrite Python, and print what it cannot.
     decode_graph = tf.autograph.experimental.do_not_convert(source.decode_graph)
     size = len(plan(start))
     piece = math.gcd(size, _RECORDS)
 
     def read() -> Iterator[np.ndarray]:
-        for step in _steps(start, stop):
-            records = np.array(source.records(plan(step)), dtype=object)  # [B] bytes
-            yield from records.reshape(-1, piece)
+        # Many reads at once: tf.data itself asks for one at a time.
+        for records in _ahead(pool, lambda step: source.records(plan(step)), start, stop, lookahead + threads):
+            yield from np.array(records, dtype=object).reshape(-1, piece)  # [B] bytes
 
     dataset = (
         tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec((piece,), tf.string))
@@ -114,17 +123,7 @@ def _by_tf_data(
         .prefetch(lookahead)
         .with_options(_options(tf, threads))
     )
-    decoded = dataset.as_numpy_iterator()
-
-    def decode(ids: np.ndarray) -> Any:
-        return source.decode_graph(tf.constant(source.records(ids)))
-
-    for step in _steps(start, stop):
-        try:
-            batch = next(decoded)
-        except tf.errors.OpError as error:
-            raise _blame(source, plan(step), decode, error) from error
-        yield batch
+    return iter(dataset.as_numpy_iterator())
 
 
 def _options(tf: Any, threads: int) -> Any:
@@ -135,15 +134,35 @@ def _options(tf: Any, threads: int) -> Any:
     return options
 
 
-def _blame(source: Source, ids: np.ndarray, decode: Callable[[np.ndarray], Any], error: Exception) -> Exception:
-    """The UserError that names the example `error` came from; the error itself where none fails alone."""
-    for example in ids.tolist():
+def _recovered(tf: Any, source: EncodedSource, ids: np.ndarray, error: Exception) -> Batch:
+    """The batch that made tf.data fail, where the source bears the damage in it; else raises what names it."""
+    batch = damage.one_by_one(source, ids)
+    if not batch["mask"].all():
+        return batch
+    for number in ids.tolist():
         try:
-            decode(np.array([example]))
-        except UserError as own:
-            return own
-        except Exception as cause:
-            name = source.describe(example) if isinstance(source, EncodedSource) else f"example {example}"
-            reason = (str(cause) or type(cause).__name__).splitlines()[0]
-            return UserError(f"{name} cannot be decoded: {reason}; mend or remove it in the data set")
-    return error
+            source.decode_graph(tf.constant(source.records(np.array([number]))))
+        except tf.errors.OpError as cause:
+            raise damage.fault(source, number, cause) from error
+    raise error
+
+
+@contextlib.contextmanager
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxtrain-decode")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, load: Callable[[int], Any], start: int, stop: int | None, ahead: int
+) -> Iterator[Any]:
+    """`load(step)` of each step in order, `ahead` of them under way."""
+    steps = _steps(start, stop)
+    pending = collections.deque(pool.submit(load, step) for step in itertools.islice(steps, ahead))
+    while pending:
+        loaded = pending.popleft().result()
+        pending.extend(pool.submit(load, step) for step in itertools.islice(steps, 1))
+        yield loaded

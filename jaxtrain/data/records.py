@@ -1,44 +1,52 @@
 """Records by number out of TFRecord and ArrayRecord files: raw bytes, without TensorFlow.
 
 An uncompressed TFRecord file has no index, but each record starts with its length; one walk over the lengths,
-kept in the user's cache, makes it random access. Files are memory-mapped: memory does not grow with the data.
+kept in the user's cache, makes it random access. Records are read, not memory-mapped: other threads run on
+while a slow disk answers, and a file that vanishes is an error that can be told. What is read is checked
+against the checksum that stands in the file.
 """
 
-import bisect
 import contextlib
 import functools
-import hashlib
-import json
 import mmap
 import os
-import pathlib
+import resource
 import struct
-import tempfile
-import zipfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, Protocol
 
+import crc32c
 import numpy as np
 
 from jaxtrain.data import example
+from jaxtrain.data.indexcache import Stamp, cached, stamps
 from jaxtrain.errors import UserError
 
-Arrays = dict[str, np.ndarray]
+UNREADABLE = np.iinfo(np.int32).min  # in `integers`, for a record that does not hold the feature
 
-_CACHE_FORMAT = 1
-_OPEN_FILES = 128  # memory maps kept open; each holds a file descriptor, of which a process often has 1,024
-_HEADER, _FOOTER = 12, 4  # of a TFRecord: length uint64 and its crc uint32; the data's crc uint32
+_HEADER, _FOOTER = 12, 4  # of a TFRecord: length uint64 and its checksum uint32; the data's checksum uint32
+_THREADS = 32  # that open or walk files at once: most of their time is spent waiting for a disk
+
+
+class Compressed(UserError):
+    """A TFRecord file that is compressed as a whole, which leaves no way to a record in its middle."""
 
 
 class Records(Protocol):
     """Shards of records, numbered through."""
 
     paths: list[str]
+    stamps: list[Stamp]
 
     def __len__(self) -> int: ...
 
     def read(self, ids: np.ndarray) -> list[bytes]:
-        """The records of `ids` (integers [B]); several threads may call it."""
+        """The records of `ids` (integers [B]); several threads may call it.
+
+        Raises OSError where the disk fails, another exception where a record is damaged.
+        """
 
     def where(self, number: int) -> str:
         """Names one record: the file, and where in it."""
@@ -50,65 +58,67 @@ class Records(Protocol):
 class TFRecords:
     """Uncompressed TFRecord shards. `lengths` are the numbers of records they should hold.
 
-    Raises UserError naming the file that is missing, cut short, compressed, or of another length.
+    Raises UserError naming the file that is missing, cut short, or of another length; Compressed.
     """
 
     def __init__(self, paths: Sequence[str], lengths: Sequence[int]):
-        self.paths = list(paths)
-        self._ends = np.cumsum(lengths).tolist()  # number of the first record after each shard
-        index = cached(paths, f"offsets of {list(lengths)}", lambda: _index(paths, lengths))
-        self._offset, self._length = index["offset"], index["length"]  # int64 [N], of the data
-        self._map = functools.lru_cache(maxsize=_OPEN_FILES)(lambda shard: _map(self.paths[shard]))
+        self.paths, self.stamps = list(paths), stamps(paths)
+        self._ends = np.cumsum(lengths)  # number of the first record after each shard
+        # Where each record starts and, behind the last of a shard, where that ends: int64 [N + shards].
+        self._bounds = cached(self.stamps, f"offsets of {list(lengths)}", lambda: _index(paths, lengths))
+        self._file = _kept_open(_File, self.paths)
 
     def __len__(self) -> int:
-        return len(self._offset)
+        return int(self._ends[-1])
 
     def read(self, ids: np.ndarray) -> list[bytes]:
-        return [self._map(shard)[start:end] for shard, start, end in self._spans(ids)]
+        return [_sound(self._file(shard).read(start + _HEADER, end)) for shard, start, end in self._spans(ids)]
 
     def where(self, number: int) -> str:
         ((shard, start, _),) = self._spans(np.array([number]))
-        return f"{self.paths[shard]} at byte {start}"
+        return f"{self.paths[shard]} record {_within(self._ends, shard, number)} at byte {start}"
 
     def buffers(self) -> Iterator[tuple[Any, int, int]]:
-        for shard, start, end in self._spans(np.arange(len(self))):
-            yield self._map(shard), start, end
+        spans = self._spans(np.arange(len(self)))
+        mapped, file = -1, None
+        for shard, start, end in spans:
+            if shard != mapped:
+                mapped, file = shard, _map(self.paths[shard])
+            yield file, start + _HEADER, end - _FOOTER
 
     def _spans(self, ids: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """(shard, first byte, byte after the last) of each record."""
-        start = self._offset[ids]
-        end = start + self._length[ids]
+        """(shard, first byte, byte after the last) of each record with its frame."""
         shard = np.searchsorted(self._ends, ids, side="right")
-        return zip(shard.tolist(), start.tolist(), end.tolist(), strict=True)
+        at = ids + shard
+        return zip(shard.tolist(), self._bounds[at].tolist(), self._bounds[at + 1].tolist(), strict=True)
 
 
 class ArrayRecords:
-    """ArrayRecord shards, which have an index of their own. Raises UserError as TFRecords does."""
+    """ArrayRecord shards, which have an index and checksums of their own. Raises UserError as TFRecords does."""
 
     def __init__(self, paths: Sequence[str], lengths: Sequence[int]):
-        self.paths = list(paths)
-        self._ends = np.cumsum(lengths).tolist()
-        _stamps(paths)
-        try:
-            from array_record.python.array_record_data_source import ArrayRecordDataSource
-        except ImportError as error:
-            raise UserError(f"{paths[0]} needs the package array_record: pip install array_record") from error
-        try:
-            self._source = ArrayRecordDataSource(self.paths)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{paths[0]} or a shard beside it is not a sound ArrayRecord file: {error}") from error
-        if len(self._source) != len(self):
-            raise UserError(f"{paths[0]} and its shards hold {len(self._source)} records, expected {len(self)}")
+        self.paths, self.stamps = list(paths), stamps(paths)
+        self._ends = np.cumsum(lengths)
+        # To count takes opening every shard: once is enough.
+        cached(self.stamps, f"counts of {list(lengths)}", lambda: _counted(paths, lengths))
+        self._reader = _kept_open(_reader, self.paths)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self._ends[-1])
 
     def read(self, ids: np.ndarray) -> list[bytes]:
-        return list(self._source.__getitems__(ids.tolist()))
+        shard = np.searchsorted(self._ends, ids, side="right")
+        found = [b""] * len(ids)
+        for each in np.unique(shard).tolist():
+            (rows,) = np.nonzero(shard == each)
+            positions = _within(self._ends, each, ids[rows]).tolist()
+            for row, record in zip(rows.tolist(), self._reader(each).read(positions), strict=True):
+                found[row] = record
+        return found
 
     def where(self, number: int) -> str:
-        shard = bisect.bisect_right(self._ends, number)
-        return f"{self.paths[shard]} record {number - (self._ends[shard - 1] if shard else 0)}"
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        return f"{self.paths[shard]} record {_within(self._ends, shard, number)}"
 
     def buffers(self) -> Iterator[tuple[Any, int, int]]:
         for first in range(0, len(self), 1024):
@@ -116,71 +126,66 @@ class ArrayRecords:
                 yield record, 0, len(record)
 
 
-def integers(records: Records, feature: str) -> np.ndarray:
-    """One integer feature of all records (int32 [N]), such as the labels; read once, then from the cache."""
+def integers(records: Records, feature: str, *, lenient: bool = False) -> np.ndarray:
+    """One integer feature of all records (int32 [N]), such as the labels; read once, then from the cache.
 
-    def scan() -> Arrays:
+    Raises UserError naming a record without it; where `lenient`, that one's is UNREADABLE.
+    """
+
+    def scan() -> np.ndarray:
         values = np.zeros(len(records), np.int32)
         for number, (buffer, start, end) in enumerate(records.buffers()):
             try:
                 values[number] = example.features(buffer, start, end, {feature: int})[feature]
-            except (ValueError, IndexError, KeyError, OverflowError) as error:
-                raise UserError(
-                    f"{records.where(number)}: no integer feature {feature!r} in this record; the file is "
-                    "damaged or was not written by tensorflow-datasets"
-                ) from error
-        return {"values": values}
+            except (ValueError, IndexError, OverflowError):
+                values[number] = UNREADABLE
+        return values
 
-    return cached(records.paths, f"integers of {feature}", scan)["values"]
-
-
-def cached(paths: Sequence[str], what: str, build: Callable[[], Arrays]) -> Arrays:
-    """`build()`, or what it returned before for files of the same paths, sizes and times of change.
-
-    A cache that cannot be read or written only costs the time to build. Raises UserError for a missing file.
-    """
-    key = hashlib.sha256(json.dumps([_CACHE_FORMAT, what, _stamps(paths)]).encode()).hexdigest()[:32]
-    try:
-        with np.load(_cache_folder() / f"{key}.npz", allow_pickle=False) as stored:
-            return dict(stored)
-    except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile):
-        arrays = build()
-    with contextlib.suppress(OSError, RuntimeError):
-        _write(_cache_folder() / f"{key}.npz", arrays)
-    return arrays
+    values = cached(records.stamps, f"integers of {feature}", scan)
+    if not lenient and (values == UNREADABLE).any():
+        raise UserError(
+            f"{records.where(int(np.argmax(values == UNREADABLE)))}: no integer feature {feature!r} in this record; "
+            "the file is damaged or was not written by tensorflow-datasets"
+        )
+    return values
 
 
-def _cache_folder() -> pathlib.Path:
-    """In this user's cache. Raises RuntimeError for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "jaxtrain" / "index"
+def masked_crc32c(data: bytes) -> int:
+    """The checksum of the TFRecord format, which must not be that of data with a checksum in it."""
+    value = crc32c.crc32c(data)
+    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _write(file: pathlib.Path, arrays: Arrays) -> None:
-    """Whole or not at all, also beside another process that writes the same."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+class _File:
+    """An open file that is closed when nobody holds it any more: a reader may outlast its place in a cache."""
+
+    def __init__(self, path: str):
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, end: int) -> bytes:
+        return os.pread(self._descriptor, end - start, start)
 
 
-def _stamps(paths: Sequence[str]) -> list[tuple[str, int, int]]:
-    """(path, size, time of last change) of each file."""
-    stamps = []
-    for path in paths:
-        try:
-            stat = os.stat(path)
-        except OSError as error:
-            raise UserError(
-                f"{path}: {error.strerror}; the data set is incomplete: prepare it again or copy the file"
-            ) from error
-        stamps.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns))
-    return stamps
+def _kept_open(opened: Callable[[str], Any], paths: list[str]) -> Callable[[int], Any]:
+    """Shard → the opened file; the latest stay open, as many as leave the process most of what it may open."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    size = 4096 if allowed == resource.RLIM_INFINITY else max(8, allowed // 4)
+    return functools.lru_cache(maxsize=size)(lambda shard: opened(paths[shard]))
+
+
+def _sound(block: bytes) -> bytes:
+    """The data of a block that is data and checksum. Raises ValueError where they do not match."""
+    data = block[:-_FOOTER]
+    if masked_crc32c(data) != int.from_bytes(block[-_FOOTER:], "little"):
+        raise ValueError("its bytes do not match their checksum")
+    return data
+
+
+def _within(ends: np.ndarray, shard: int, number: Any) -> Any:
+    """Numbers of records in their shard."""
+    return number - (ends[shard - 1] if shard else 0)
 
 
 def _map(path: str) -> mmap.mmap:
@@ -188,31 +193,90 @@ def _map(path: str) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _index(paths: Sequence[str], lengths: Sequence[int]) -> Arrays:
-    """Where each record's data is: {"offset", "length"} int64 [N]."""
-    spans = [_walk(path, length) for path, length in zip(paths, lengths, strict=True)]
-    both = np.concatenate(spans)  # [N, 2]
-    return {"offset": both[:, 0], "length": both[:, 1]}
+def _each(function: Callable[[str, int], Any], paths: Sequence[str], lengths: Sequence[int]) -> list[Any]:
+    """`function(path, length)` of every shard, several at a time; raises what the first of them raised."""
+    with ThreadPoolExecutor(min(_THREADS, len(paths)), thread_name_prefix="jaxtrain-index") as pool:
+        return list(pool.map(function, paths, lengths))
+
+
+def _index(paths: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate(_each(_walk, paths, lengths))
 
 
 def _walk(path: str, expected: int) -> np.ndarray:
-    """(offset, length) of the records of one file, int64 [n, 2], from length to length."""
-    size = os.path.getsize(path)
-    unpack, position, spans = struct.Struct("<Q").unpack_from, 0, []
-    with _map(path) if size else contextlib.nullcontext(b"") as data:
-        while position + _HEADER <= size:
-            (length,) = unpack(data, position)
-            spans.append((position + _HEADER, length))
-            position += _HEADER + length + _FOOTER
-    if position != size:
-        number = len(spans) - (position > size)
+    """Where the records of one file start, and its end: int64 [n + 1], from length to length."""
+    unpack, position, bounds = struct.Struct("<QI").unpack, 0, [0]
+    file = _File(path)
+    while position + _HEADER + _FOOTER <= file.size:
+        header = file.read(position, position + _HEADER)
+        length, check = unpack(header)
+        if masked_crc32c(header[:8]) != check:
+            _refuse_header(path, header, position, len(bounds) - 1)
+        position += _HEADER + length + _FOOTER
+        bounds.append(position)
+    if position != file.size:
         raise UserError(
-            f"{path}: record {number} of {expected} does not end within the file's {size} bytes; it is cut "
-            "short or not an uncompressed TFRecord file: prepare the data set again or copy the file"
+            f"{path}: record {len(bounds) - 1 - (position > file.size)} of {expected} does not end within the file's "
+            f"{file.size} bytes; it is cut short: prepare the data set again or copy the file"
         )
-    if len(spans) != expected:
+    if len(bounds) != expected + 1:
+        raise UserError(_miscounted(path, len(bounds) - 1, expected))
+    return np.array(bounds, np.int64)
+
+
+def _refuse_header(path: str, header: bytes, position: int, number: int) -> NoReturn:
+    if number == 0 and (kind := compression(header)):
+        raise Compressed(f"{path} is a {kind}-compressed TFRecord file, in which no record can be found by number")
+    found = f"record {number} at byte {position} is damaged" if number else "is not a TFRecord file"
+    raise UserError(f"{path} {found}: the checksum of a length is wrong; prepare the data set again or copy the file")
+
+
+def compression(header: bytes) -> str:
+    """How a file is compressed that starts with these bytes (two or more): "gzip", "zlib" or ""."""
+    if header[:2] == b"\x1f\x8b":
+        return "gzip"
+    # RFC 1950: deflate with a window of up to 32 KiB, and a multiple of 31.
+    return "zlib" if header[0] & 0x8F == 0x08 and int.from_bytes(header[:2], "big") % 31 == 0 else ""
+
+
+def _reader(path: str) -> Any:
+    """array_record's reader, which several threads may use; set for reading here and there.
+
+    Raises UserError for a file that is none of its kind.
+    """
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+        raise UserError(f"{path} needs the package array_record: pip install array_record") from error
+    with _told(path):
+        return ArrayRecordReader(path, "readahead_buffer_size:0", file_reader_buffer_size=1 << 15)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What array_record says of a file, in one line."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
         raise UserError(
-            f"{path} holds {len(spans)} records, dataset_info.json says {expected}: prepare the set again "
-            "or copy the file"
-        )
-    return np.array(spans, np.int64).reshape(-1, 2)
+            f"{path} is not a sound ArrayRecord file ({error}): prepare the data set again or copy the file"
+        ) from error
+
+
+def _counted(paths: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
+    """The number of records in each shard, int64 [shards], which is what it should be."""
+    return np.array(_each(_count, paths, lengths), np.int64)
+
+
+def _count(path: str, expected: int) -> int:
+    reader = _reader(path)
+    with _told(path):
+        found = int(reader.num_records())
+        reader.close()
+    if found != expected:
+        raise UserError(_miscounted(path, found, expected))
+    return found
+
+
+def _miscounted(path: str, found: int, expected: int) -> str:
+    return f"{path} holds {found} records, dataset_info.json says {expected}: prepare the set again or copy the file"

@@ -36,7 +36,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def get(self, ids: np.ndarray) -> Batch:
-        """The examples of `ids` (integers [B] in 0..len-1, any order, also repeated): new arrays [B, ...]."""
+        """The examples of `ids` (integers [B] in 0..len-1, any order, also repeated): new arrays [B, ...].
+
+        A source that bears damaged examples says so with an attribute `damage`, a `jaxtrain.data.damage.Damage`.
+        """
 
 
 @runtime_checkable
@@ -107,6 +110,10 @@ class Subset:
 
     def get(self, ids: np.ndarray) -> Batch:
         return self.source.get(self.ids[ids])
+
+    @property
+    def damage(self) -> Any:
+        return getattr(self.source, "damage", None)
 
 
 class EncodedSubset(Subset):
