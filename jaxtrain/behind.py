@@ -43,8 +43,9 @@ class Behind:
             values["time/step_ms"] = 1e3 * held.seconds / held.steps
             values["time/examples_per_second"] = held.steps * self._batch_size / held.seconds
             values["time/data_wait"] = held.waited / held.seconds
-        # Counters of left-out updates are news only when there are some.
-        shown = {name: value for name, value in values.items() if value or not name.startswith("train/skipped")}
+        # Counters of what was left out are news only when there was something.
+        counters = ("train/skipped", "train/corrupt")
+        shown = {name: value for name, value in values.items() if value or not name.startswith(counters)}
         shown.pop("train/skipped_at", None)
         self._report.write(held.step, shown)
         self._check(held.step, values)

@@ -1,4 +1,7 @@
-"""Exact evaluation: every example of a split counts once, on any batch size and device count."""
+"""Exact evaluation: every example of a split counts once, on any batch size and device count.
+
+Where the source bears damaged examples, those count as `corrupt`, in the open.
+"""
 
 import dataclasses
 import functools
@@ -81,10 +84,10 @@ class Evaluator:
                 if number % IN_FLIGHT == 0:
                     jax.block_until_ready(sums)
         values = compute(jax.device_get(sums))
-        counted = int(values.pop("examples"))
+        counted = int(values.pop("examples")) + int(values["corrupt"])
         if counted != len(evaluation.source):
             raise JaxtrainError(f"evaluation {evaluation.name} counted {counted} of {len(evaluation.source)} examples")
-        return values
+        return values if values["corrupt"] else {name: value for name, value in values.items() if name != "corrupt"}
 
 
 def in_order(batch: int, *, batch_size: int, size: int) -> np.ndarray:
@@ -101,7 +104,8 @@ def accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
 
 
 def _metrics(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
-    return as_monoids(step(state, batch)) | {"examples": Count.of(batch["mask"])}
+    left_out = (batch["id"] >= 0) & ~batch["mask"]  # damaged, where the source bears that
+    return as_monoids(step(state, batch)) | {"examples": Count.of(batch["mask"]), "corrupt": Count.of(left_out)}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxtrain import contract, devices, judge, lookup, precision, sharding, supply
 from jaxtrain.config import checked, parse_duration
-from jaxtrain.data import order, sources
+from jaxtrain.data import damage, order, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
@@ -73,10 +73,18 @@ class Job:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch as ShapeDtypeStructs: what the source gives, and what the feed adds."""
         spec = dict(self.dataset.spec) | {name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")}
+        if damage.of(self.sources["train"]):
+            spec["mask"] = jax.ShapeDtypeStruct((), np.bool_)
         size, where = self.config.batch_size, sharding.over_batch(self.mesh)
         return {
             name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=where) for name, leaf in spec.items()
         }
+
+    def left_out(self) -> list[str]:
+        """One line for each damaged example that was left out since the last call."""
+        sources = [*self.sources.values(), *(evaluation.source for evaluation in self.evaluations.values())]
+        borne = {id(found): found for source in sources if (found := damage.of(source))}
+        return [line for found in borne.values() for line in found.news()]
 
     def steps_in(self, text: str) -> Fraction:
         """A duration such as "2ep" in steps."""
@@ -191,6 +199,11 @@ def _built(
     unroll = platform == "cpu"  # XLA runs convolutions in a compiled loop ten times slower there
     builder = config.step if step is None else step
     made = supply.for_step(builder, config, dataset, policy, examples, model=model, task=task, unroll=unroll)
+    if made.parts is None and damage.of(roles["train"]):
+        raise UserError(
+            f"config.data.max_corrupt masks damaged examples, and step {contract.label(builder)} would train on them "
+            "(it does not ask for `parts`); set config.data.max_corrupt=0 and mend the data set"
+        )
     steps = supply.steps(made, builder)
     abstract = abstract_state(steps, contract.label(builder), mesh, config.sharding_rules)
     given = {"model": model, "task": task, "data": data, "step": step}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtrain import precision
 from jaxtrain.data.augment import Augment, to_unit
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import Last, Mean, empty, merge
+from jaxtrain.metrics import Count, Last, Mean, empty, merge
 from jaxtrain.optim import Optimizer
 from jaxtrain.state import TrainState, counter
 from jaxtrain.tasks import Task
@@ -111,6 +111,8 @@ def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainS
     # A non-finite update leaves everything as it was but the counters. An interval's metrics leave it out too.
     new = _where(finite, new, state)
     metrics = metrics | {"grad_norm": Mean.of(grad_norm), "learning_rate": Last(learning_rate)}
+    if "mask" in batch:  # a source that bears damaged examples
+        metrics["corrupt"] = Count.of(~batch["mask"])
     metrics = _where(finite, metrics, empty(metrics) | {"learning_rate": Last(learning_rate)})
     first = (state.skipped_at < 0) & fault
     new = dataclasses.replace(
@@ -154,7 +156,7 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
     def loss(params: Any, model_state: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
         losses, outputs, model_state = forward(params, model_state, rows, key, parts)
         if losses.ndim == 0:
-            _refuse_parts_of_a_whole(parts)
+            _refuse_parts_of_a_whole(parts, masked=mask is not None)
             total, metric = losses, Mean.of(losses)
         else:
             total = jnp.where(rows["mask"], losses, 0).sum() / valid
@@ -232,7 +234,12 @@ def _where(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(one, new, old)
 
 
-def _refuse_parts_of_a_whole(parts: Parts) -> None:
+def _refuse_parts_of_a_whole(parts: Parts, masked: bool) -> None:
+    if masked:
+        raise UserError(
+            f"config.data.max_corrupt leaves damaged examples out, but task {type(parts.task).__name__} has one loss "
+            "of the whole global batch, out of which none can be left; set config.data.max_corrupt=0"
+        )
     if parts.accumulate > 1:
         raise UserError(
             f"config.accumulate is {parts.accumulate}, but task {type(parts.task).__name__} has one loss of the "

@@ -217,6 +217,7 @@ class Loop:
         if self.step == self.since:
             return
         self.behind.push(Interval(self.step, self.sums, *self.pace.take(), self.waited))
+        tell_left_out(self.job, self.report)
         self.sums, self.since, self.waited = self.zeros, self.step, 0.0
 
     def evaluate(self, due: set[str]) -> bool:
@@ -235,6 +236,7 @@ class Loop:
             if name == "eval":
                 best = is_better(values, self.report.history, self.job.config)
             self.report.write(self.step, values, best=best and name == "eval")
+            tell_left_out(self.job, self.report)
         return best
 
     def save(self, best: bool) -> None:
@@ -332,6 +334,7 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:
         with contextlib.suppress(Stopped):
             report.write(loop.step, job.evaluate("test", tested_state(loop), loop.stop.check))
+            tell_left_out(job, report)
     metrics = last_values(report.history)
     report.summary(
         metrics=metrics,
@@ -377,6 +380,7 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
         with contextlib.suppress(Stopped):
             for name in job.evaluations:
                 report.write(step, job.evaluate(name, state, stop.check))
+                tell_left_out(job, report)
         metrics = last_values(report.history)
     return Result(job, state, report.history, metrics, folder, stop.exit_code)
 
@@ -388,6 +392,12 @@ def refuse_rollback_to_nowhere(job: Job, folder: Path | None) -> None:
             f"config.on_nonfinite is 'rollback', but there is no {lacking.removeprefix('a ')}: a rollback goes back to "
             f"a checkpoint at a step that does not depend on the clock; give it {lacking}"
         )
+
+
+def tell_left_out(job: Job, report: Report) -> None:
+    """Names the damaged examples that were met of late; the reports count them."""
+    for line in job.left_out():
+        report.warn(f"{line}; left out")
 
 
 def open_report(job: Job, folder: Path | None) -> Report:
