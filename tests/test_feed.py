@@ -125,31 +125,6 @@ def test_tensorflow_prints_nothing(tmp_path):
     assert done.stdout == done.stderr == ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "damage", (lambda data: b"", lambda data: data[: len(data) * 7 // 10], lambda data: b"a line of text")
-)
-def test_a_picture_that_cannot_be_decoded_is_named(tmp_path, kind, damage):
-    stored = tiny_tfds.records(12)
-    stored[7] = tiny_tfds.example(image=damage(tiny_tfds.picture(7, (8, 8, 3), "JPEG")), label=1)
-    tiny_tfds.write(tmp_path, {"train": [stored]})
-    source = tfds(dataset="tiny", dir=str(tmp_path), validation=0, test=0).open()["train"]
-    found = host.batches(source, lambda step: np.arange(step * 4, step * 4 + 4), 0, 3, kind=kind)
-    next(found)
-    with pytest.raises(UserError, match="example 7 of tiny train .*tiny-train.tfrecord.* cannot be decoded") as caught:
-        next(found)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_picture_of_another_size_is_named(tmp_path, kind):
-    stored = [*tiny_tfds.records(3), *tiny_tfds.records(1, (8, 12, 3), first=3)]
-    tiny_tfds.write(tmp_path, {"train": [stored]})
-    source = tfds(dataset="tiny", dir=str(tmp_path), validation=0, test=0).open()["train"]
-    with pytest.raises(UserError, match="example 3 of tiny train"):
-        list(host.batches(source, lambda step: np.arange(4), 0, 1, kind=kind))
-
-
 def test_a_source_that_fails_is_named():
     with pytest.raises(UserError, match="example 9 cannot be decoded: stale; ") as caught:
         list(host.batches(Slow(fail=9), lambda step: np.array([1, 9]), 0, 1))

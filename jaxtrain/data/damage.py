@@ -22,17 +22,17 @@ class Damage:
         self._known: set[str] = set()
         self._news: list[str] = []
 
-    def bear(self, what: str) -> None:
-        """Counts an example in, at most once. Raises UserError where that is one too many."""
+    def bear(self, name: str, what: str) -> None:
+        """Counts the example of that name in, at most once. Raises UserError where that is one too many."""
         with self._lock:
-            if what in self._known:
+            if name in self._known:
                 return
             if len(self._known) == self.limit:
                 raise UserError(
                     f"{what}; with it there are more than the {self.limit} that config.data.max_corrupt allows: mend "
                     "the data set, or allow more"
                 )
-            self._known.add(what)
+            self._known.add(name)
             self._news.append(what)
 
     def news(self) -> list[str]:
@@ -81,7 +81,7 @@ def one_by_one(source: Source, ids: np.ndarray) -> Batch:
             failure = fault(source, number, cause)
             if borne is None or not isinstance(failure, UserError):
                 raise failure from cause
-            borne.bear(_told(source, number, cause))
+            borne.bear(_name(source, number), _told(source, number, cause))
             rows.append({})
     blank = {key: np.zeros((1, *field.shape), field.dtype) for key, field in source.spec.items()}
     batch = {key: np.concatenate([row.get(key, zeros) for row in rows]) for key, zeros in blank.items()}

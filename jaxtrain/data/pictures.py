@@ -68,9 +68,13 @@ def decode(encoded: bytes, shape: tuple[int, ...]) -> np.ndarray:
     Three channels are made of grey, palette or CMYK; one or four must be there. Raises ValueError for a picture of
     another size or kind, and whatever Pillow raises for one that is damaged.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    with Image.open(io.BytesIO(encoded)) as picture:
+    try:
+        opened = Image.open(io.BytesIO(encoded))
+    except UnidentifiedImageError as error:  # which names an object in memory
+        raise ValueError(f"{len(encoded)} bytes that are no picture of a known kind") from error
+    with opened as picture:
         if picture.size != (shape[1], shape[0]):
             raise ValueError(f"the picture is {picture.height}x{picture.width}, expected {shape[0]}x{shape[1]}")
         mode = MODES[shape[2]]
@@ -84,8 +88,8 @@ def decode(encoded: bytes, shape: tuple[int, ...]) -> np.ndarray:
 def _decode_graph(tf: Any, encoded: Any, shape: tuple[int, ...]) -> Any:
     """The same by TensorFlow's operations."""
     channels = 3 if shape[2] == 3 else 0  # 0: those of the picture, so that another number of them is an error
-    head = tf.strings.substr(encoded, 0, 26)
-    deep = tf.strings.regex_full_match(head, r"\x89PNG(?s:.{20})\x10\x00")  # 16 bits of grey, which would lose eight
+    # A PNG of 16 bits of grey, of which eight would be lost.
+    deep = (tf.strings.substr(encoded, 0, 4) == b"\x89PNG") & (tf.strings.substr(encoded, 24, 2) == b"\x10\x00")
     with tf.control_dependencies([tf.debugging.Assert(~deep, ["a picture of 16 bits"])]):
         picture = tf.cond(
             tf.io.is_jpeg(encoded),

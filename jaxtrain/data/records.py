@@ -6,6 +6,7 @@ while a slow disk answers, and a file that vanishes is an error that can be told
 against the checksum that stands in the file.
 """
 
+import array
 import contextlib
 import functools
 import mmap
@@ -205,7 +206,7 @@ def _index(paths: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
 
 def _walk(path: str, expected: int) -> np.ndarray:
     """Where the records of one file start, and its end: int64 [n + 1], from length to length."""
-    unpack, position, bounds = struct.Struct("<QI").unpack, 0, [0]
+    unpack, position, bounds = struct.Struct("<QI").unpack, 0, array.array("q", [0])
     file = _File(path)
     while position + _HEADER + _FOOTER <= file.size:
         header = file.read(position, position + _HEADER)
@@ -221,7 +222,7 @@ def _walk(path: str, expected: int) -> np.ndarray:
         )
     if len(bounds) != expected + 1:
         raise UserError(_miscounted(path, len(bounds) - 1, expected))
-    return np.array(bounds, np.int64)
+    return np.frombuffer(bounds, np.int64)
 
 
 def _refuse_header(path: str, header: bytes, position: int, number: int) -> NoReturn:

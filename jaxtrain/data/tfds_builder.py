@@ -156,6 +156,7 @@ def _refuse_foreign_code(home: pathlib.Path, config: str) -> None:
     for path in itertools.chain(home.glob("*/features.json"), found):
         if path.parent.name.startswith("incomplete."):
             continue
+        _json(path.with_name("dataset_info.json"))  # of which tfds would not say the name
         for name in sorted(set(_classes(_json(path)))):
             module = name.rpartition(".")[0]
             if not module.startswith("tensorflow_datasets.") and module not in sys.modules:
