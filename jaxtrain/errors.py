@@ -27,6 +27,12 @@ class NonFiniteError(JaxtrainError):
         self.step = step
 
 
+class HangError(JaxtrainError):
+    """Nothing progressed, or another process of the run is gone."""
+
+    exit_code = 4
+
+
 class StorageError(JaxtrainError):
     """A checkpoint or a report could not be written or read."""
 

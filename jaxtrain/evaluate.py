@@ -67,8 +67,11 @@ class Evaluator:
         predict: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
         interrupt: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """{"<name>/<metric>": value}. `interrupt` is called once a batch and may raise to leave."""
+        """{"<name>/<metric>": value}. `interrupt` may raise to leave: it is called before each batch and after the last,
+        or once before a function of the user's.
+        """
         if evaluation.function is not None:
+            interrupt()
             values = evaluation.function(predict, evaluation.source)
         else:
             values = self._exact(evaluation, state, interrupt)
@@ -83,6 +86,7 @@ class Evaluator:
                 sums = accumulate(evaluation.step, state, sums, batch)
                 if number % IN_FLIGHT == 0:
                     jax.block_until_ready(sums)
+        interrupt()
         values = compute(jax.device_get(sums))
         counted = int(values.pop("examples")) + int(values["corrupt"])
         if counted != len(evaluation.source):

@@ -186,6 +186,12 @@ KEYS = {
     "checkpoint.keep": Key(2, "view", "newest checkpoints to keep; the best is kept besides", rule=POSITIVE),
     "checkpoint.keep_every": Key("", "view", "checkpoints to keep for good, as '10ep'", rule=INTERVAL),
     "max_minutes": Key(0.0, "view", "ends the run cleanly; 0: no limit", rule=NOT_NEGATIVE),
+    "hang_minutes": Key(
+        30.0,
+        "view",
+        "without a step, evaluation batch or save that ends before the run does, with exit code 4; 0: no limit",
+        rule=NOT_NEGATIVE,
+    ),
     "tensorboard": Key(True, "view", "write event files"),
     "terminal": Key("auto", "view", "display", Literal["auto", "live", "plain", "quiet"]),
 }

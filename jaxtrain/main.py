@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
-from jaxtrain import commandline, configfile, devices
+from jaxtrain import commandline, configfile, devices, exits
 from jaxtrain import config as configs
 from jaxtrain.errors import JaxtrainError
 
@@ -61,5 +62,11 @@ def _imported(name: str) -> ModuleType:
     return importlib.import_module(f"jaxtrain.{name}")
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """The process as a whole: where no run looks after them yet, signals end it at once and without a traceback."""
+    exits.on_signal()
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    command()

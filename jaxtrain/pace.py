@@ -2,6 +2,7 @@
 
 import collections
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +15,11 @@ class Pace:
     """Follows the steps in flight. A dispatch returns at once, so the time between two of them says nothing.
 
     A step counts as done when the array that it made is ready. Time in which nothing is in flight (evaluations,
-    checkpoints, the first compilation) is not counted.
+    checkpoints, the first compilation) is not counted. `beat` is called for each step that is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
+        self._beat = beat
         self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
         self._since = self._done = (0, 0.0)  # (step, time)
         self._limit = 2
@@ -41,12 +43,14 @@ class Pace:
         seconds = (now - self._done[1]) / max(1, step - self._done[0])
         self._limit = int(min(IN_FLIGHT, max(2, AHEAD / max(seconds, 1e-6))))
         self._done = (step, now)
+        self._beat()
 
     def settle(self) -> None:
         """Waits for all that is in flight: before something that would be taken for slow steps."""
         for step, result in self._waiting:
             result.block_until_ready()
             self._done = (step, time.monotonic())
+            self._beat()
         self._waiting.clear()
 
     def take(self) -> tuple[int, float]:

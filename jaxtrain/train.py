@@ -9,6 +9,7 @@ evaluation, checkpoint, end) to the next, and returns to Python in between only 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -36,12 +37,14 @@ from jaxtrain.errors import NonFiniteError, StorageError, UserError
 from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
+from jaxtrain.lease import Lease
 from jaxtrain.nonfinite import study
 from jaxtrain.pace import Pace
 from jaxtrain.profiler import profiler
 from jaxtrain.report import Report
 from jaxtrain.result import Result
-from jaxtrain.stopping import Stopped, Stopper
+from jaxtrain.stopping import Stopped, Stopper, nothing
+from jaxtrain.watchdog import Watchdog
 
 REMEDIES = (
     "lower config.optimizer.learning_rate, set config.clip_norm, look with --debug, or bear it with "
@@ -64,8 +67,9 @@ def run(
     Without a workdir nothing is written. With one, running the same config again resumes it, bit by bit. `state`
     carries on from a state in memory, for example an earlier `Result.state`. `objects` (model, task, data, step)
     stand in for the config's parts, see `jaxtrain.job.build`. A signal (Ctrl-C, SIGTERM, a notebook's Stop) ends the
-    run after the step, saved; the result then says so. Raises UserError for a mistake, before anything is written;
-    NonFiniteError and StorageError for what can happen later.
+    run after the step, saved; the result then says so. Where code that is not ours holds that up, or the run hangs, it
+    ends the process (not a notebook's). Raises UserError for a mistake, before anything is written; NonFiniteError and
+    StorageError for what can happen later.
     """
     config = configs.checked(config)
     devices.prepare(config)
@@ -80,15 +84,24 @@ def run(
         job.rehearse()
         refuse_rollback_to_nowhere(job, folder)
         stack.enter_context(precision.scope(job.policy))
+        watchdog = stack.enter_context(Watchdog(config.hang_minutes))
         if mode == "eval":
-            return evaluate(job, folder, stop)
+            return evaluate(job, folder, stop, watchdog)
+        lease = stack.enter_context(Lease(folder, notes.append)) if folder and jax.process_index() == 0 else None
+        old = workdirs.read(folder) if folder else None  # again: another run may have come and gone in the meantime
+        restart.continued(config, folder, old, mode, objects)
         report = stack.enter_context(open_report(job, folder))
+        stop.say = report.say
+        stop.last = watchdog.last = [report.close, lease.release if lease else nothing]
+        watchdog.file = hang_file(folder)
         report.header(facts(job, folder, notes))
         checkpoints = stack.enter_context(open_checkpoints(job, folder, report)) if folder else None
         state, sums = start(job, checkpoints, report, state, old)
         for change in restart.record(job, config, folder, objects) if folder else ():
             report.warn(f"{change}: this run continues, it does not reproduce")
-        loop = Loop(job, report, checkpoints, stop, state, sums, folder=folder, profile=profile, debug=debug)
+        loop = Loop(job, report, checkpoints, stop, watchdog, state, sums, folder=folder, profile=profile, debug=debug)
+        if lease:
+            loop.may_write = lease.check
         loop.run()
         return finish(loop, folder)
 
@@ -138,8 +151,10 @@ class Loop:
     report: Report
     checkpoints: Checkpoints | None
     stop: Stopper
+    watchdog: Watchdog
     state: Any
     sums: Any
+    may_write: Callable[[], None] = nothing  # raises where the workdir is another run's by now
     folder: Path | None = None
     profile: tuple[int, int] | None = None
     debug: bool = False
@@ -153,13 +168,15 @@ class Loop:
         self.advance = checked_advance(self.job) if self.debug else plain_advance(self.job)
         self.best_state: Any = None  # without a workdir, where no checkpoint keeps it
         self.began = self.saved_at = time.monotonic()
-        self.pace = Pace()
+        self.pace = Pace(self.watchdog.beat)
+        self.watchdog.where = lambda: f"at step {self.step}"
         self.compiled = False
         self.since, self.waited = self.step, 0.0  # the report interval so far
         self.rollbacks = 0
 
     def run(self) -> None:
         """Until the last step, a signal, `max_minutes` or the end of patience."""
+        self.watchdog.beat()
         # A signal may have cut off evaluations that were due at the restored step.
         if self.step and self.checkpoints is not None and self.evaluate(self.due.at(self.step)):
             self.save(best=True)
@@ -198,14 +215,22 @@ class Loop:
         waited = batches.waited
         self.pace.begin(self.step)
         with jax.transfer_guard("allow" if self.debug else "disallow"):
+            waiting = self.stop.away(self.keeper())
             while self.step < until:
-                self.state, self.sums = self.advance(self.state, self.sums, next(batches))
+                with waiting:
+                    batch = next(batches)
+                if not self.compiled:
+                    self.watchdog.pause()
+                self.state, self.sums = self.advance(self.state, self.sums, batch)
                 self.step += 1
                 if self.compiled:
                     self.pace.dispatched(self.step, self.sums)
-                else:  # the first call compiles: that is no part of the speed
+                else:  # the first call compiles: that is no part of the speed, and no hang
                     self.compiled, waited = True, batches.waited
                     self.pace.begin(self.step)
+                    self.watchdog.beat()
+                    self.stop.working()
+                    waiting = self.stop.away(self.keeper())
                 if self.interrupted() or self.minutes_passed():
                     break
         self.waited += batches.waited - waited
@@ -216,6 +241,7 @@ class Loop:
             self.checkpoints.check()  # a save that failed in the background ends the run here
         if self.step == self.since:
             return
+        self.may_write()
         self.behind.push(Interval(self.step, self.sums, *self.pace.take(), self.waited))
         tell_left_out(self.job, self.report)
         self.sums, self.since, self.waited = self.zeros, self.step, 0.0
@@ -228,26 +254,48 @@ class Loop:
             self.settle()
             self.report.status(f"evaluating {name}…")
             try:
-                values = self.job.evaluate(name, self.state, self.stop.check)
+                with self.stop.away(self.keeper(best)):
+                    values = self.job.evaluate(name, self.state, self.watchdog.each_batch(self.stop.check))
             except Stopped:
                 break
             finally:
+                self.watchdog.beat()
                 self.report.status()
+            self.may_write()
             if name == "eval":
                 best = is_better(values, self.report.history, self.job.config)
             self.report.write(self.step, values, best=best and name == "eval")
             tell_left_out(self.job, self.report)
         return best
 
+    def keeper(self, best: bool = False) -> Callable[[], None] | None:
+        """What saves the state in another thread, while this one waits for data or for an evaluation.
+
+        None where nothing does: without a workdir, and where all processes would have to.
+        """
+        if not self.compiled and not best:
+            return nothing
+        alone = self.checkpoints is not None and jax.process_count() == 1
+        return functools.partial(self.keep, best) if alone else None
+
+    def keep(self, best: bool) -> None:
+        """Returns when the state is on disk."""
+        self.save(best)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
     def save(self, best: bool) -> None:
         """Saves in the background, after the log of all steps so far is on disk."""
+        self.may_write()
         self.settle()
         contract.refuse_miscount(self.job.step_name, int(self.state.step), self.step)
         self.report.flush()
         self.saved_at = time.monotonic()
         if self.checkpoints is not None:
             tree = {"state": self.state, "sums": self.sums}
-            self.checkpoints.save(self.step, tree, meta={"precision": self.job.policy.name}, best=best)
+            meta = {"precision": self.job.policy.name}
+            self.checkpoints.save(self.step, tree, meta=meta, best=best, before_commit=self.may_write)
+            self.watchdog.beat()
         elif best and self.job.config.test == "best":
             self.best_state = jax.tree.map(jnp.copy, self.state)
 
@@ -330,17 +378,20 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     if loop.checkpoints is not None:
         loop.checkpoints.wait()
         loop.checkpoints.verify(loop.step)  # exit code 0 says that it is there and loads
+        loop.watchdog.beat()
     tested = any(key.startswith("test/") for line in report.history for key in line)
     if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:
-        with contextlib.suppress(Stopped):
-            report.write(loop.step, job.evaluate("test", tested_state(loop), loop.stop.check))
+        with contextlib.suppress(Stopped), loop.stop.away(nothing if folder else None):
+            each_batch = loop.watchdog.each_batch(loop.stop.check)
+            report.write(loop.step, job.evaluate("test", tested_state(loop), each_batch))
             tell_left_out(job, report)
+        loop.watchdog.beat()
     metrics = last_values(report.history)
     report.summary(
         metrics=metrics,
         step=loop.step,
         seconds=time.monotonic() - loop.began,
-        ended="finished" if loop.complete() else f"stopped at step {loop.step} of {loop.due.total}",
+        ended="finished" if loop.complete() else f"stopped at step {loop.step} of {loop.due.total}{loop.stop.why()}",
         best=best_line(report.history, job.config),
     )
     return Result(
@@ -365,7 +416,7 @@ def tested_state(loop: Loop) -> Any:
     return restore(loop.job, loop.checkpoints, best)[0]
 
 
-def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
+def evaluate(job: Job, folder: Path | None, stop: Stopper, watchdog: Watchdog) -> Result:
     """All evaluations of a workdir's newest checkpoint (its best where `config.test` says so)."""
     if folder is None or not (folder / "checkpoints").is_dir():
         raise UserError(f"--mode=eval needs a workdir with checkpoints; {folder} has none")
@@ -379,7 +430,8 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper) -> Result:
         report.say(f"step {step} of {folder}")
         with contextlib.suppress(Stopped):
             for name in job.evaluations:
-                report.write(step, job.evaluate(name, state, stop.check))
+                watchdog.beat()
+                report.write(step, job.evaluate(name, state, watchdog.each_batch(stop.check)))
                 tell_left_out(job, report)
         metrics = last_values(report.history)
     return Result(job, state, report.history, metrics, folder, stop.exit_code)
@@ -413,6 +465,12 @@ def open_report(job: Job, folder: Path | None) -> Report:
         live_curves=config.terminal == "auto" and in_notebook(),
         best=config.best,
     )
+
+
+def hang_file(folder: Path | None) -> Path | None:
+    """Where the stacks of this process go if it hangs: of several, each has its own."""
+    name = f"hang-{jax.process_index()}.txt" if jax.process_count() > 1 else "hang.txt"
+    return folder / name if folder else None
 
 
 def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:

@@ -29,7 +29,8 @@ profiler behind judge
 evaluate
 checkpoint report environment workdir
 manifest sinks
-curves terminal stopping pace due
+watchdog stopping
+curves terminal lease pace due
 panels
 parameters wording
 step
@@ -56,7 +57,7 @@ config
 overrides configfile
 keys
 lookup
-schema durations
+schema durations exits
 errors
 """
 
