@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import sharding
 from jaxtrain.data.feed import Feed
@@ -67,8 +67,8 @@ class Evaluator:
         predict: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
         interrupt: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """{"<name>/<metric>": value}. `interrupt` may raise to leave: it is called before each batch and after the last,
-        or once before a function of the user's.
+        """{"<name>/<metric>": value}. `interrupt` may raise to leave: it is called before each batch and after them, or
+        once before a function of the user's.
         """
         if evaluation.function is not None:
             interrupt()
@@ -103,7 +103,7 @@ def in_order(batch: int, *, batch_size: int, size: int) -> np.ndarray:
 def accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
     """`sums` and the metrics of one batch more; `sums` is None at first. One program per evaluation step."""
     if sums is None:
-        sums = _zeros(step, state, batch)
+        sums = _zeros(step, sharding.replicated(batch["mask"].sharding.mesh), state, batch)
     return _accumulate(step, state, sums, batch)
 
 
@@ -112,9 +112,11 @@ def _metrics(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
     return as_monoids(step(state, batch)) | {"examples": Count.of(batch["mask"]), "corrupt": Count.of(left_out)}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _zeros(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
-    return empty(jax.eval_shape(functools.partial(_metrics, step), state, batch))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(step: EvalStep, everywhere: NamedSharding, state: Any, batch: Any) -> dict[str, Any]:
+    zeros = empty(jax.eval_shape(functools.partial(_metrics, step), state, batch))
+    # Placed as `_accumulate` places its own, which would be compiled a second time for them.
+    return jax.lax.with_sharding_constraint(zeros, everywhere)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -60,6 +60,7 @@ class Report:
         self._evaluated: set[str] = set()
         self._synthetic = False
         self._agreed = False  # whether the files hold what `history` does
+        self.may_write: Callable[[], None] = lambda: None  # raises where the workdir is another run's by now
         self.history: list[Record] = []
         files = [] if workdir is None else file_sinks(workdir, tensorboard)
         self._sinks = [*files, open_terminal(terminal)]
@@ -80,6 +81,7 @@ class Report:
 
         `best` marks a validation that beats all before it.
         """
+        self.may_write()
         if not self._agreed:
             self.cut(sys.maxsize)
         values = {sys.intern(name): float(number) for name, number in scalars.items()}
@@ -135,6 +137,7 @@ class Report:
 
     def cut(self, step: int) -> None:
         """Forgets all reports past `step`, the step of the restored state, in `history` and in the files."""
+        self.may_write()
         self.history[:] = [row for row in self.history if row["step"] <= step]
         self._agreed = True
         self._pace = Pace()

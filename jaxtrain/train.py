@@ -91,7 +91,7 @@ def run(
         old = workdirs.read(folder) if folder else None  # again: another run may have come and gone in the meantime
         restart.continued(config, folder, old, mode, objects)
         report = stack.enter_context(open_report(job, folder))
-        stop.say = report.say
+        stop.say, report.may_write = report.say, lease.check if lease else nothing
         stop.last = watchdog.last = [report.close, lease.release if lease else nothing]
         watchdog.file = hang_file(folder)
         report.header(facts(job, folder, notes))
@@ -100,8 +100,6 @@ def run(
         for change in restart.record(job, config, folder, objects) if folder else ():
             report.warn(f"{change}: this run continues, it does not reproduce")
         loop = Loop(job, report, checkpoints, stop, watchdog, state, sums, folder=folder, profile=profile, debug=debug)
-        if lease:
-            loop.may_write = lease.check
         loop.run()
         return finish(loop, folder)
 
@@ -154,7 +152,6 @@ class Loop:
     watchdog: Watchdog
     state: Any
     sums: Any
-    may_write: Callable[[], None] = nothing  # raises where the workdir is another run's by now
     folder: Path | None = None
     profile: tuple[int, int] | None = None
     debug: bool = False
@@ -241,7 +238,6 @@ class Loop:
             self.checkpoints.check()  # a save that failed in the background ends the run here
         if self.step == self.since:
             return
-        self.may_write()
         self.behind.push(Interval(self.step, self.sums, *self.pace.take(), self.waited))
         tell_left_out(self.job, self.report)
         self.sums, self.since, self.waited = self.zeros, self.step, 0.0
@@ -261,7 +257,6 @@ class Loop:
             finally:
                 self.watchdog.beat()
                 self.report.status()
-            self.may_write()
             if name == "eval":
                 best = is_better(values, self.report.history, self.job.config)
             self.report.write(self.step, values, best=best and name == "eval")
@@ -286,7 +281,7 @@ class Loop:
 
     def save(self, best: bool) -> None:
         """Saves in the background, after the log of all steps so far is on disk."""
-        self.may_write()
+        self.report.may_write()
         self.settle()
         contract.refuse_miscount(self.job.step_name, int(self.state.step), self.step)
         self.report.flush()
@@ -294,7 +289,7 @@ class Loop:
         if self.checkpoints is not None:
             tree = {"state": self.state, "sums": self.sums}
             meta = {"precision": self.job.policy.name}
-            self.checkpoints.save(self.step, tree, meta=meta, best=best, before_commit=self.may_write)
+            self.checkpoints.save(self.step, tree, meta=meta, best=best, before_commit=self.report.may_write)
             self.watchdog.beat()
         elif best and self.job.config.test == "best":
             self.best_state = jax.tree.map(jnp.copy, self.state)
