@@ -210,6 +210,8 @@ def test_a_takeover_that_was_itself_killed_holds_nobody_up(tmp_path, taken, monk
 
 def test_a_run_that_was_stopped_and_replaced_writes_no_more(tmp_path, said):
     with holder(tmp_path, "elsewhere") as process:
+        while not (tmp_path / "written").exists():
+            time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)
         with Lease(tmp_path, said.append, **FAST) as found:
             assert "silent" in said[0]
