@@ -25,7 +25,7 @@ from jaxtrain.errors import StorageError, UserError
 FORMAT = 1
 BEAT = 10.0  # seconds between two beats
 STALE = 60.0  # seconds without a beat after which another host's run counts as dead
-TAKING = 10.0  # seconds after which a takeover, which takes milliseconds, was itself killed
+TAKING = 5.0  # seconds after which a takeover, which takes milliseconds, was itself killed
 SIZE = 512  # bytes of a lease, whatever its beat: one write replaces all of it
 
 _HELD: set[str] = set()  # tokens of the leases that this process holds
@@ -154,7 +154,7 @@ class Lease:
     # Getting it
 
     def _acquire(self) -> None:
-        for _ in range(200):
+        for _ in range(400):
             if self._created():
                 self._held = True
                 return

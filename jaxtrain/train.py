@@ -372,7 +372,8 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     loop.behind.flush()
     if loop.checkpoints is not None:
         loop.checkpoints.wait()
-        loop.checkpoints.verify(loop.step)  # exit code 0 says that it is there and loads
+        if loop.compiled or not loop.stop:  # a signal may come before the first step, and leave nothing
+            loop.checkpoints.verify(loop.step)  # exit code 0 says that it is there and loads
         loop.watchdog.beat()
     tested = any(key.startswith("test/") for line in report.history for key in line)
     if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:

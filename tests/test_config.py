@@ -64,6 +64,7 @@ OTHER = {
     "checkpoint.keep": 5,
     "checkpoint.keep_every": "10ep",
     "max_minutes": 5.0,
+    "hang_minutes": 5.0,
     "tensorboard": False,
     "terminal": "plain",
 }

@@ -54,7 +54,7 @@ def stuck_in_c():
 LIGHT = """
 import ctypes, os, signal, sys, threading, time
 from jaxtrain import errors, stopping
-stopping.PATIENCE = 0.5
+stopping.PATIENCE = 0.3
 def stuck():
     print("stuck", flush=True)
     lock = ctypes.create_string_buffer(256)
@@ -91,7 +91,8 @@ def test_a_signal_ends_what_is_inside_c(body, sent, code, said):
     began = time.monotonic()
     for number in sent:
         process.send_signal(number)
-        time.sleep(2 * stopping.ECHO)
+        if len(sent) > 1:
+            time.sleep(2 * stopping.ECHO)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code and said in out + err, err
     assert len(err.splitlines()) <= 1 and time.monotonic() - began < 10
@@ -100,9 +101,9 @@ def test_a_signal_ends_what_is_inside_c(body, sent, code, said):
 @pytest.mark.parametrize(
     ("body", "sent"),
     [
-        ("stop.working(); print('stuck', flush=True); time.sleep(2)", [TERM]),
-        ("stop.working(); print('stuck', flush=True); time.sleep(2)", [USR1, TERM]),
-        ("stop.away(None).__enter__(); print('stuck', flush=True); time.sleep(2)", [TERM]),
+        ("stop.working(); print('stuck', flush=True); time.sleep(1)", [TERM]),
+        ("stop.working(); print('stuck', flush=True); time.sleep(1)", [USR1, TERM]),
+        ("stop.away(None).__enter__(); print('stuck', flush=True); time.sleep(1)", [TERM]),
     ],
     ids=["one", "a notice, then the end", "away"],
 )
@@ -236,6 +237,20 @@ def told(result):
         for key, value in line.items()
         if key.startswith(("train/", "eval", "test/"))
     ]
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_to_resume(tmp_path, monkeypatch):
+    start = train.start
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "start", signalled)
+        stopped = run(tmp_path)
+    assert stopped.exit_code == 143 and int(stopped.state.step) == 0
+    assert checkpoint.Checkpoints(tmp_path / "checkpoints").steps() == []
 
 
 @pytest.mark.slow
