@@ -50,12 +50,14 @@ class Checkpoints:
         keep: int = 2,
         keep_every: Callable[[int], bool] | None = None,
         anchor: Callable[[int], bool] | None = None,
+        committed: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = _log.warning,
     ):
         """folder: made by the first save. keep: how many of the newest stay, besides the best.
 
         keep_every: true for a step that stays for good. anchor: true for a step that stays until there is a later
-        one such. say: is told, in one line each, what is passed over.
+        one such. committed: called in the background after each save; if it raises, the save has failed. say: is
+        told, in one line each, what is passed over.
         """
         if "://" in os.fspath(folder):
             raise UserError(f"checkpoints go to a local or mounted folder, not to {os.fspath(folder)}")
@@ -67,6 +69,7 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every or (lambda step: False)
         self._anchor = anchor or (lambda step: False)
+        self._committed = committed
         self._say = say
         self._writing = self.folder / ".writing"
         self._deleting = self.folder / ".deleting"
@@ -243,6 +246,7 @@ class Checkpoints:
                 if primary:
                     self._commit(draft)
                     self._retain(draft.step)
+                    self._committed()
             finally:  # the other processes go on when the checkpoint counts
                 barrier(key=f"jaxtrain-commit-{self._saves}", timeout_ms=600_000)
         except BaseException as error:

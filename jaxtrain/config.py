@@ -205,18 +205,26 @@ def differing(a: ConfigDict, b: ConfigDict) -> list[tuple[str, Any, Any]]:
     return [(key, left.get(key), right.get(key)) for key in keys]
 
 
-def own_names(config: ConfigDict) -> set[str]:
-    """The "package.module:attribute" names in a config: code of a user's own. Nothing is imported or checked."""
-    return set(_own_names({key: get(config, key) for key, about in KEYS.items() if about.part or key == "evals"}))
+def own_names(config: ConfigDict) -> dict[str, str]:
+    """Code of a user's own: each "package.module:attribute" in a config, with its key. Nothing is imported."""
+    return dict(
+        found
+        for key, about in KEYS.items()
+        if about.part or key == "evals"
+        for found in _own_names(key, get(config, key))
+    )
 
 
-def _own_names(value: Any) -> Iterator[str]:
+def _own_names(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         if re.fullmatch(r"[\w.]+:[\w.]+", value):
-            yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _own_names(each)
+            yield value, key
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _own_names(f"{key}.{name}", each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _own_names(key, each)
 
 
 def to_json(config: ConfigDict, **options: Any) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpoints, locate
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job
+from jaxtrain.mirror import fetched
 from jaxtrain.sharding import path_string
 
 TAKEN = ("params", "model_state")
@@ -23,7 +24,7 @@ def initialised(job: Job, state: Any, say: Any) -> Any:
     """
     if not hasattr(state, "params"):
         raise UserError(f"config.init_from sets `params`, and the state of step {job.step_name} has none")
-    folder, step = locate(job.config.init_from)
+    folder, step = locate(fetched(job.config.init_from))
     checkpoints = Checkpoints(folder, say=say)
     if step is None and (step := checkpoints.latest()) is None:
         raise UserError(f"config.init_from is {job.config.init_from!r}, and every checkpoint in {folder} is damaged")

@@ -16,6 +16,7 @@ from jaxtrain.data import sources
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job, build
+from jaxtrain.mirror import fetched
 
 if TYPE_CHECKING:
     from jaxtrain.model import Model
@@ -86,7 +87,7 @@ class Result(Trained):
 
 
 def load(folder: str | Path, *, checkpoint: int | None = None, trust: bool = False, **objects: Any) -> Trained:
-    """Model, weights and config of a workdir, ready to predict; neither the data set nor its files are needed.
+    """Model, weights and config of a workdir (folder or URL), ready to predict; the data set is not needed.
 
     `checkpoint` is the step of the one to take, by default the newest good one. Parts that were objects in the
     notebook that trained them (`model`, `task`, `step`) are given again by keyword.
@@ -94,7 +95,7 @@ def load(folder: str | Path, *, checkpoint: int | None = None, trust: bool = Fal
     A workdir is data: it runs no code. Where its config names modules outside jaxtrain ("my_lab.nets:unet"), they are
     imported with `trust=True` only. Raises UserError where that is so, and where something is missing.
     """
-    path = Path(folder).absolute()
+    path = fetched(folder)
     record = workdir.read(path)
     if record is None:
         raise UserError(f"{path} is not a workdir: it holds no config.json")

@@ -24,7 +24,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
-from jaxtrain import contract, devices, precision, restart
+from jaxtrain import contract, devices, exits, finite, precision, restart
 from jaxtrain import workdir as workdirs
 from jaxtrain.advance import abstract_sums, checked_advance, plain_advance, zero_sums
 from jaxtrain.behind import Behind, Interval
@@ -38,6 +38,7 @@ from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
 from jaxtrain.lease import Lease
+from jaxtrain.mirror import local_workdir
 from jaxtrain.nonfinite import study
 from jaxtrain.pace import Pace
 from jaxtrain.profiler import profiler
@@ -64,22 +65,22 @@ def run(
 ) -> Result:
     """Trains (or, with mode="eval", evaluates a workdir) and returns what came out.
 
-    Without a workdir nothing is written. With one, running the same config again resumes it, bit by bit. `state`
-    carries on from a state in memory, for example an earlier `Result.state`. `objects` (model, task, data, step)
-    stand in for the config's parts, see `jaxtrain.job.build`. A signal (Ctrl-C, SIGTERM, a notebook's Stop) ends the
-    run after the step, saved; the result then says so. Where code that is not ours holds that up, or the run hangs, it
-    ends the process (not a notebook's). Raises UserError for a mistake, before anything is written; NonFiniteError and
-    StorageError for what can happen later.
+    Without a workdir nothing is written. With one, a folder or a URL ("gs://…"), running the same config again resumes
+    it, bit by bit. `state` carries on from a state in memory, for example an earlier `Result.state`. `objects` (model,
+    task, data, step) stand in for the config's parts, see `jaxtrain.job.build`. A signal (Ctrl-C, SIGTERM, a notebook's
+    Stop) ends the run after the step, saved; the result then says so. Where code that is not ours holds that up, or the
+    run hangs, it ends the process (not a notebook's). Raises UserError for a mistake, before anything is written;
+    NonFiniteError and StorageError for what can happen later.
     """
     config = configs.checked(config)
     devices.prepare(config)
-    folder = None if workdir is None else Path(workdir).absolute()
-    if profile and folder is None:
+    if profile and workdir is None:
         raise UserError("a profile is written into the workdir, and this run has none; give one")
-    old = workdirs.read(folder) if folder else None
-    resumed, notes = restart.continued(config, folder, old, mode, objects)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stopper())
+        folder, committed = stack.enter_context(local_workdir(workdir, exits.say))
+        old = workdirs.read(folder) if folder else None
+        resumed, notes = restart.continued(config, folder, old, mode, objects)
         job = build(resumed, **objects)
         job.rehearse()
         refuse_rollback_to_nowhere(job, folder)
@@ -95,7 +96,7 @@ def run(
         stop.last = watchdog.last = [report.close, lease.release if lease else nothing]
         watchdog.file = hang_file(folder)
         report.header(facts(job, folder, notes))
-        checkpoints = stack.enter_context(open_checkpoints(job, folder, report)) if folder else None
+        checkpoints = stack.enter_context(open_checkpoints(job, folder, report, committed)) if folder else None
         state, sums = start(job, checkpoints, report, state, old)
         for change in restart.record(job, config, folder, objects) if folder else ():
             report.warn(f"{change}: this run continues, it does not reproduce")
@@ -284,6 +285,7 @@ class Loop:
         self.report.may_write()
         self.settle()
         contract.refuse_miscount(self.job.step_name, int(self.state.step), self.step)
+        self.refuse_nonfinite_state()
         self.report.flush()
         self.saved_at = time.monotonic()
         if self.checkpoints is not None:
@@ -336,6 +338,16 @@ class Loop:
                 f"loss or gradient was not finite at step {at} and later: {skipped} updates left out, and "
                 f"config.max_skipped is {config.max_skipped}"
             )
+
+    def refuse_nonfinite_state(self) -> None:
+        """Raises NonFiniteError where the state itself is not finite, which no update need have noticed yet.
+
+        The fault is that of the next step, so that a rollback does not depend on whether this one was saved.
+        """
+        try:
+            finite.refusal(self.state, self.step)()
+        except NonFiniteError as fault:
+            raise NonFiniteError(str(fault), self.step + 1) from None
 
     def roll_back(self, fault: NonFiniteError) -> None:
         """Returns to a checkpoint, and leaves the batches from there to the fault out of the run.
@@ -469,10 +481,10 @@ def hang_file(folder: Path | None) -> Path | None:
     return folder / name if folder else None
 
 
-def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:
+def open_checkpoints(job: Job, folder: Path, report: Report, committed: Callable[[], None]) -> Checkpoints:
     """Where the run's states go: the last `keep`, the best, and every `keep_every`-th for good.
 
-    And the last of those that a rollback may go back to.
+    And the last of those that a rollback may go back to. `committed` is called after each save, in the background.
     """
     config = job.config.checkpoint
 
@@ -482,7 +494,12 @@ def open_checkpoints(job: Job, folder: Path, report: Report) -> Checkpoints:
 
     anchor = due(config.every) if job.config.on_nonfinite == "rollback" else None
     return Checkpoints(
-        folder / "checkpoints", keep=config.keep, keep_every=due(config.keep_every), anchor=anchor, say=report.warn
+        folder / "checkpoints",
+        keep=config.keep,
+        keep_every=due(config.keep_every),
+        anchor=anchor,
+        committed=committed,
+        say=report.warn,
     )
 
 

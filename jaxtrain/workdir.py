@@ -82,9 +82,11 @@ def refuse_another_run(folder: Path, old: Record, config: ConfigDict, objects: t
 
     Code that only the workdir names is not imported to find out: whoever wrote the workdir need not be trusted.
     """
-    if foreign := sorted(configs.own_names(old.config) - configs.own_names(config)):
+    given = configs.own_names(config)
+    foreign = [f"{key} is {name!r}" for name, key in configs.own_names(old.config).items() if name not in given]
+    if foreign:
         raise UserError(
-            f"workdir {folder} holds another run, of {', '.join(foreign)}; take another --workdir or the old values"
+            f"workdir {folder} holds another run: there {'; '.join(foreign)}; take another --workdir or the old values"
         )
     changes = [
         f"{key} {before!r} → {after!r}"

@@ -27,6 +27,8 @@ supply
 contract
 profiler behind judge
 evaluate
+mirror
+remote_lease
 checkpoint report environment workdir
 manifest sinks
 watchdog stopping
@@ -57,7 +59,8 @@ config
 overrides configfile
 keys
 lookup
-schema durations exits
+schema durations
+remote exits
 errors
 """
 
