@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxtrain.errors import StorageError
 from jaxtrain.job import Job
@@ -47,7 +48,7 @@ def study(job: Job, halted: Any, step: int, folder: Path | None) -> str:
     return f"; first in {wrong[0]}{f', with {of} of the batch' if ids else ''}{where}"
 
 
-STAGES = ("params", "model_state", "batch", "outputs", "losses", "gradients")  # in the order of the computation
+STAGES = ("params", "model_state", "batch", "outputs", "losses", "gradients", "grad_norm")  # in this order computed
 
 
 def _flags(parts: Parts, state: Any, batch: Mapping[str, jax.Array]) -> tuple[list[Any], jax.Array]:
@@ -60,7 +61,7 @@ def _flags(parts: Parts, state: Any, batch: Mapping[str, jax.Array]) -> tuple[li
         losses, outputs = _forward(parts, state, prepared)
         grads = gradients(state, prepared, parts)[0]
         losses = jnp.where(mask, losses, 0) if losses.ndim else losses
-        stages = [state.params, state.model_state, prepared, outputs, losses, grads]
+        stages = [state.params, state.model_state, prepared, outputs, losses, grads, optax.tree.norm(grads)]
         return [jax.tree.map(_finite, stage) for stage in stages], jnp.isfinite(losses)
 
     return jax.jit(flags)(state, batch)

@@ -211,3 +211,40 @@ def test_a_step_of_a_users_own_rolls_back_by_report_intervals(bad, tmp_path):
     wanted = config(**plain, ema=0.0, on_nonfinite="rollback", test="no", eval_every="")
     result = train.run(wanted, tmp_path, data=floats(bad=bad), step=unguarded)
     assert int(result.state.step) == 24 and int(result.state.offset) == 5  # batches 11 to 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Steep(Classification):
+    """Gradients whose squares overflow, so that no optimizer can use them; loss and gradients themselves are finite."""
+
+    def losses(self, outputs, batch):
+        return super().losses(outputs, batch) * 1e25
+
+
+def test_a_gradient_too_large_to_have_a_norm_is_a_fault_with_its_name(tmp_path):
+    with pytest.raises(NonFiniteError, match="at step 1, .*first in grad_norm"):
+        train.run(config(), tmp_path, data=floats(), task=Steep(num_classes=10))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Growing(Bare):
+    value: jax.Array
+
+
+def growing(spec):
+    """A step whose metrics are finite for ever, and whose state is not."""
+
+    def train_step(state, batch):
+        return dataclasses.replace(state, step=state.step + 1, value=state.value * 1e10), {"loss": jnp.float32(1)}
+
+    return Steps(init=lambda key: Growing(counter(), counter(), key, jnp.ones(2)), train=train_step)
+
+
+@pytest.mark.parametrize("answer", ["stop", "skip", "rollback"])
+def test_a_state_that_is_not_finite_is_never_saved(answer, tmp_path):
+    plain = dict(model=dict(name="cnn"), optimizer=dict(name="adamw", learning_rate=1e-3), schedule=dict(name="cosine"))
+    wanted = config(**plain, on_nonfinite=answer, max_rollbacks=1, ema=0.0, test="no", eval_every="")
+    with pytest.raises(NonFiniteError, match="state of step 10 is not finite: value"):
+        train.run(wanted, tmp_path, data=floats(), step=growing)
+    assert checkpoint.Checkpoints(tmp_path / "checkpoints").latest() in (None, 0)
