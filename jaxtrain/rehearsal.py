@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain import devices, inflict
+from jaxtrain import devices, exits, inflict
 from jaxtrain import main as entry
 from jaxtrain.faults import Fault
 
@@ -253,6 +253,7 @@ def _checksum(ids: Any) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    exits.on_signal()  # as the command itself does
     plan = Plan.from_json((sys.argv[1:] if argv is None else argv)[0])
     stage = Stage(plan)
     devices.quiet()
