@@ -1,4 +1,7 @@
-"""The command line: flags → config → `train.run`. Nothing else is decided here."""
+"""The command line: flags → config → `train.run`. Nothing else is decided here.
+
+What takes time to import is imported where it is needed: `--help` does not wait for it, and a signal finds `command`.
+"""
 
 import importlib
 import os
@@ -6,11 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from jaxtrain import commandline, configfile, devices, exits
-from jaxtrain import config as configs
+from jaxtrain import exits
 from jaxtrain.errors import JaxtrainError
+
+if TYPE_CHECKING:
+    from jaxtrain.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a command in the user's folder, its mistakes told in one line. Returns the exit code."""
+    from jaxtrain import devices
+
     devices.quiet()
     if os.getcwd() not in sys.path:  # a user's own "my_lab.nets:unet", also from the installed command
         sys.path.insert(0, os.getcwd())
@@ -34,6 +41,9 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None 
 
 def run(argv: Sequence[str]) -> int:
     """The same, with mistakes raised."""
+    from jaxtrain import commandline, devices
+    from jaxtrain import config as configs
+
     flags, overrides = commandline.parse(argv)
     config = configs.load(flags.config, overrides)
     if flags.print:
@@ -45,8 +55,11 @@ def run(argv: Sequence[str]) -> int:
     return int(result.exit_code)
 
 
-def default_workdir(spec: str, config: configs.Config) -> Path:
+def default_workdir(spec: str, config: "Config") -> Path:
     """runs/<name of the config file>-<hash of the run keys>: another run gets another folder."""
+    from jaxtrain import config as configs
+    from jaxtrain import configfile
+
     return Path("runs") / f"{configfile.split(spec)[0].stem}-{configs.run_hash(config)}"
 
 
@@ -58,7 +71,7 @@ def complain(error: JaxtrainError) -> None:
 
 
 def _imported(name: str) -> ModuleType:
-    """A module of the package that needs JAX, imported once it is needed: `--help` does not wait for it."""
+    """A module of the package that needs JAX."""
     return importlib.import_module(f"jaxtrain.{name}")
 
 

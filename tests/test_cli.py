@@ -9,7 +9,7 @@ import types
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import errors
+from jaxtrain import devices, errors
 from jaxtrain import main as entry
 
 ME = __name__
@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch):
 def train(folder, monkeypatch):
     fake = FakeTrain()
     monkeypatch.setattr(entry, "_imported", lambda name: fake)
-    monkeypatch.setattr(entry.devices, "prepare", lambda config: None)
+    monkeypatch.setattr(devices, "prepare", lambda config: None)
     return fake
 
 
