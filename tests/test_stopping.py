@@ -218,7 +218,6 @@ def run(folder):
         model=dict(name="test_stopping:Net"),
         total="40st",
         eval_batch_size=8,
-        threads=1,  # batches are asked for in their order
         evals=dict(own=dict(source="test", fn="test_stopping:own", every="8st")),
         terminal="plain",
     )
@@ -280,7 +279,7 @@ def test_out_in_20_seconds_with_everything_saved(stuck, number, tmp_path, throug
     if stuck == "training":
         assert f"stopped at step {saved} of 40" in out
     elif stuck == "a stall":
-        assert saved == 15  # all that came: 10 would be the last checkpoint that was due
+        assert 10 < saved <= 15  # what came; 10 is the last checkpoint that was due
     else:
         assert saved == (8 if "evaluation" in stuck else None)
     resumed = run(tmp_path)
