@@ -11,7 +11,6 @@ checkpoint or the new one. Only process 0 commits and deletes; orbax has every p
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -27,6 +26,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxtrain import distributed
+from jaxtrain.causes import cause
 from jaxtrain.errors import JaxtrainError, StorageError, UserError
 from jaxtrain.manifest import NAME, Damaged, Leaf, Manifest, checksums, sync, sync_all
 
@@ -178,19 +179,18 @@ class Checkpoints:
 
         anchor: of those only that the constructor's `anchor` holds for.
         """
-        found = self._newest(lambda manifest: not anchor or self._anchor(manifest.step), self._verify)
-        return None if found is None else found[0]
+        return self._newest(lambda manifest: not anchor or self._anchor(manifest.step))
 
     def best(self) -> int | None:
         """The newest step that was saved as the best and verifies; None if there is none."""
-        found = self._newest(lambda manifest: manifest.best, self._verify)
-        return None if found is None else found[0]
+        return self._newest(lambda manifest: manifest.best)
 
     def verify(self, step: int) -> None:
-        """Reads all of `step`. Raises: StorageError, if it is not there or not what was written."""
+        """Reads all of `step`, in process 0. Raises: StorageError, if it is not there or not what was written."""
         self.wait()
         try:
-            self._verify(Manifest.read(self._path(step)))
+            if distributed.is_first():
+                self._verify(Manifest.read(self._path(step)))
         except Damaged as error:
             raise StorageError(f"{error}; start the run again: it goes on from the newest good step") from error
 
@@ -216,7 +216,10 @@ class Checkpoints:
 
         Says what it passes over. Raises: UserError, as `restore` does, for the first step that is not damaged.
         """
-        return self._newest(lambda manifest: True, lambda manifest: self._restore(manifest, abstract))
+        if distributed.processes() == 1:
+            return self._search(lambda manifest: True, lambda manifest: self._restore(manifest, abstract))
+        step = self.latest()
+        return None if step is None else (step, self.restore(step, abstract))
 
     def restore_flat(self, step: int, prefix: str = "") -> dict[str, np.ndarray]:
         """NumPy arrays by path: those of `step` whose path is `prefix` ("params") or lies below it.
@@ -321,7 +324,7 @@ class Checkpoints:
             os.rename(path, self._deleting)
             shutil.rmtree(self._deleting)
         except OSError as error:
-            self._say(f"{path} could not be deleted: {_cause(error)}")
+            self._say(f"{path} could not be deleted: {cause(error)}")
 
     def _clear(self) -> None:
         """Removes what a killed or failed save left, which is never a checkpoint."""
@@ -342,7 +345,13 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         return [step for step in self._numbered() if (self._path(step) / NAME).is_file()]
 
-    def _newest(self, wanted: Callable[[Manifest], bool], use: Callable[[Manifest], _Used]) -> tuple[int, _Used] | None:
+    def _newest(self, wanted: Callable[[Manifest], bool]) -> int | None:
+        """The newest step that is wanted and verifies. Of several processes the first one looks, for all."""
+        found = self._search(wanted, self._verify) if distributed.is_first() else None
+        self._verified = distributed.from_first(None if found is None else found[0])
+        return self._verified
+
+    def _search(self, wanted: Callable[[Manifest], bool], use: Callable[[Manifest], _Used]) -> tuple[int, _Used] | None:
         """The newest step that is wanted and not found Damaged by `use`, and what came of that."""
         self.wait()
         for step in reversed(self._numbered()):
@@ -358,7 +367,6 @@ class Checkpoints:
 
     def _verify(self, manifest: Manifest) -> None:
         manifest.verify(self._path(manifest.step))
-        self._verified = manifest.step
 
     def _manifest(self, step: int) -> Manifest:
         self.wait()
@@ -409,7 +417,7 @@ class Checkpoints:
                 arrays = reader.restore(folder / manifest.arrays, request) if args else {}
             except Exception as error:
                 raise StorageError(
-                    f"{folder} could not be read: {_cause(error)}; if that stays, move it away, and the step before it "
+                    f"{folder} could not be read: {cause(error)}; if that stays, move it away, and the step before it "
                     "will be used"
                 ) from error
             for path in empty:
@@ -433,8 +441,8 @@ class Checkpoints:
     def _explain(self, step: int, error: BaseException) -> JaxtrainError:
         if isinstance(error, JaxtrainError):
             return error
-        cause = "the folder has vanished since the save began" if self._vanished() else _cause(error)
-        failure = StorageError(f"checkpoint {self._path(step)} was not written: {cause}")
+        why = "the folder has vanished since the save began" if self._vanished() else cause(error)
+        failure = StorageError(f"checkpoint {self._path(step)} was not written: {why}")
         failure.__cause__ = error
         return failure
 
@@ -495,17 +503,6 @@ def _restore_args(sharding: jax.sharding.Sharding | None) -> ocp.RestoreArgs:
 def _handler() -> ocp.PyTreeCheckpointHandler:
     # Compressing float32 weights saves 8 % of the space, doubles the time and takes cores from the training.
     return ocp.PyTreeCheckpointHandler(use_compression=False)
-
-
-def _cause(error: BaseException) -> str:
-    """One line: what the system said, or the first line of what a library made of it."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    text = str(error)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
-        if (known := os.strerror(number)) in text:
-            return known
-    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
 def _quiet_orbax(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
-from jaxtrain import compilecache, machine
+from jaxtrain import compilecache, distributed, machine
 from jaxtrain.errors import UserError
 from jaxtrain.machine import Gpu, cpu_count
 
@@ -88,7 +88,9 @@ def select(config: ConfigDict, *, root: str | Path = "/") -> list["jax.Device"]:
             f"this machine has a {shown.upper()} that JAX does not see; {_remedy(shown)}; "
             "or say that the CPU is meant: --config.platform=cpu"
         )
-    return _chosen(config.devices, found)
+    if distributed.processes() == 1:
+        return _chosen(config.devices, found)
+    return _of_each_process(config.devices, found)
 
 
 def _started() -> bool:
@@ -165,7 +167,7 @@ def _prepare_gpus(config: ConfigDict, say: Say) -> None:
         os.environ.setdefault(preset[0] if preset else MEMORY[0], str(config.device_memory))
         if preset and os.environ[preset[0]] != str(config.device_memory):
             say(f"{preset[0]}={os.environ[preset[0]]} is set and stays; config.device_memory has no effect")
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
+    if distributed.given_devices() or "CUDA_VISIBLE_DEVICES" in os.environ:
         return
     gpus = machine.gpus()
     numbers = _free(config.devices, gpus) if gpus else []
@@ -202,6 +204,18 @@ def _chosen(wanted: str | int | tuple[int, ...], found: list["jax.Device"]) -> l
         return found[:wanted]
     numbers = _numbers(found)
     return [found[numbers.index(number)] for number in _listed(wanted, numbers)]
+
+
+def _of_each_process(wanted: str | int | tuple[int, ...], found: list["jax.Device"]) -> list["jax.Device"]:
+    """A number is that of each process; device numbers would be those of one host."""
+    if isinstance(wanted, tuple):
+        raise UserError(
+            f"config.devices lists {', '.join(map(str, wanted))}, and the run has {distributed.processes()} processes; "
+            "give 'all' or how many each takes, and choose among them with CUDA_VISIBLE_DEVICES on each host"
+        )
+    processes = sorted({device.process_index for device in found})
+    own = [[device for device in found if device.process_index == process] for process in processes]
+    return [device for devices in own for device in _chosen(wanted, devices)]
 
 
 def _listed(wanted: tuple[int, ...], numbers: list[int]) -> list[int]:

@@ -36,15 +36,15 @@ ARITHMETIC = (
 )
 SURROUNDINGS = ("JAX_", "XLA_", "TPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID")
 # What may change a result. The rest (host, time, command, cores) is told, not compared.
-COMPARED = ("python", "packages", "processor", "devices", "processes", "arithmetic", "code", "modules")
+COMPARED = ("python", "packages", "processor", "devices", "processes", "layout", "arithmetic", "code", "modules")
 
 
-def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None) -> dict[str, Any]:
+def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None, layout: str = "") -> dict[str, Any]:
     """What this process runs on, as JSON: versions, devices, platform, revision of the code, command line.
 
     `modules` names a user's own modules ("my_lab.nets"): the sources of their whole packages are hashed, as
-    far as they are loaded. `devices` are those of the run's mesh (None: all). Starts JAX's backend if need
-    be.
+    far as they are loaded. `devices` are those of the run's mesh (None: all), `layout` says how arrays lie on
+    them. Starts JAX's backend if need be.
     """
     import jax
 
@@ -61,6 +61,7 @@ def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None) -
         "packages": dict(_versions()),
         "devices": _devices(jax.devices() if devices is None else devices),
         "processes": jax.process_count(),
+        "layout": layout,
         "arithmetic": {name: value for name, value in variables.items() if name in ARITHMETIC},
         "surroundings": {
             name: value for name, value in variables.items() if name.startswith(SURROUNDINGS) and name not in ARITHMETIC
@@ -110,7 +111,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
             for name in sorted({*old, *new}):
                 if old.get(name) != new.get(name):
                     yield f"{name} {_word(old.get(name))} → {_word(new.get(name))}"
-        elif old != new:
+        elif field in before and old != new:  # an older version did not write it
             yield f"{field} {_word(old)} → {_word(new)}"
 
 

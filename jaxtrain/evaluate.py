@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain import sharding
+from jaxtrain import distributed, sharding
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Source
 from jaxtrain.errors import JaxtrainError
@@ -69,12 +69,15 @@ class Evaluator:
     ) -> dict[str, float]:
         """{"<name>/<metric>": value}. `interrupt` may raise to leave: it is called before each batch and after them, or
         once before a function of the user's.
+
+        Of several processes all must call it; a user's function runs in each, and process 0's values count.
         """
         if evaluation.function is not None:
             interrupt()
             values = evaluation.function(predict, evaluation.source)
         else:
             values = self._exact(evaluation, state, interrupt)
+        values = distributed.from_first(dict(values))  # what a user's function found may differ
         return {f"{evaluation.name}/{name}": value for name, value in values.items()}
 
     def _exact(self, evaluation: Evaluation, state: Any, interrupt: Callable[[], None]) -> dict[str, float]:

@@ -160,7 +160,10 @@ class Job:
             return self.evaluator(self.evaluations[name], state, predict, interrupt)
 
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
-        """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N."""
+        """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N.
+
+        Of several processes all must call it with the same inputs, and get all predictions.
+        """
         if self.steps.predict is None:
             raise UserError(f"step {self.step_name} brings no predict function")
         source = contract.inputs(batch, self.dataset.spec)
@@ -168,7 +171,7 @@ class Job:
         reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
         with precision.scope(self.policy), reader.feed(source) as batches:
             for part in batches:
-                rows.append(jax.device_get(_call(self.steps.predict, state, part)))
+                rows.append(sharding.gathered(self.mesh, _call(self.steps.predict, state, part)))
         return {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
 
 

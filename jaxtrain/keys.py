@@ -59,6 +59,7 @@ def _are_regexes(values: tuple[Any, ...]) -> bool:
 
 
 NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
+MORE_THAN_0 = Rule("more than 0", lambda value: value > 0)
 POSITIVE = Rule("1 or more", lambda value: value >= 1)
 SHARE = Rule("0 or more and less than 1", lambda value: 0 <= value < 1)
 DURATION = Rule("a duration such as '10ep', '5000st' or '1Mex'", _is_duration)
@@ -143,6 +144,14 @@ KEYS = {
         "place",
         "GPUs: only kernels that give the same bits every time; costs speed, `python -m jaxtrain.verify` says how much",
     ),
+    "distributed": Key(
+        "auto",
+        "place",
+        "join the processes of the run: where SLURM, Open MPI, a TPU pod, Kubernetes or JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID tell of several, or never",
+        Literal["auto", "off"],
+    ),
+    "join_minutes": Key(5.0, "place", "to wait for the other processes at the start", rule=MORE_THAN_0),
     "mesh": Key((("data", -1),), "place", "(axis, size) of the devices; -1: the rest", tuple[tuple[str, int], ...]),
     "sharding_rules": Key(
         (),

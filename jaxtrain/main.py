@@ -65,7 +65,9 @@ def default_workdir(spec: str, config: "Config") -> Path:
 
 def complain(error: JaxtrainError) -> None:
     """One line on stderr, red on a terminal."""
-    line = f"jaxtrain: {' '.join(str(error).split())}"
+    from jaxtrain import distributed
+
+    line = f"jaxtrain: {distributed.label()}{' '.join(str(error).split())}"
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\033[31m{line}\033[0m" if red else line, file=sys.stderr)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain import distributed, sharding
 from jaxtrain.errors import StorageError
 from jaxtrain.job import Job
 from jaxtrain.sharding import path_string
@@ -34,11 +35,11 @@ def study(job: Job, halted: Any, step: int, folder: Path | None) -> str:
     position = step - 1 + int(before.offset)
     with job.batches(position, position + 1) as batches:
         batch = next(batches)
-    found, rows = jax.device_get(_flags(job.parts, before, batch))
+    found, rows = sharding.gathered(job.mesh, _flags(job.parts, before, batch))
     wrong = [path for stage, flags in zip(STAGES, found, strict=True) for path in _not_finite(stage, flags)]
-    loaded = {name: _local(array) for name, array in batch.items()}
+    loaded = sharding.gathered(job.mesh, batch)
     ids = loaded["id"][~rows].tolist() if rows.shape == loaded["id"].shape else []
-    if folder is not None and jax.process_index() == 0:
+    if folder is not None and distributed.is_first():
         report = {"step": step, "position": position, "not_finite": wrong, "examples": ids}
         _write(folder / "nonfinite" / str(step), report, loaded)
     where = f"; see {folder / 'nonfinite' / str(step)}" if folder is not None else ""
@@ -93,14 +94,6 @@ def _not_finite(stage: str, flags: Any) -> Iterator[str]:
     for path, finite in jax.tree_util.tree_leaves_with_path(flags):
         if not finite:
             yield f"{stage}/{path_string(path)}".rstrip("/")
-
-
-def _local(array: jax.Array) -> np.ndarray:
-    """The rows of a batch that lie on this process's devices, in order."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    shards = {shard.index[0].start or 0: np.asarray(shard.data) for shard in array.addressable_shards}
-    return np.concatenate([shards[start] for start in sorted(shards)])
 
 
 def _write(folder: Path, report: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> None:

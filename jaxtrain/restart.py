@@ -70,8 +70,15 @@ def record(job: Job, config: ConfigDict, folder: Path, objects: Mapping[str, Any
             objects=_given(objects),
         ),
     )
-    now = environment.collect(modules=set(_modules(config, objects)), devices=job.mesh.devices.flatten())
+    now = environment.collect(set(_modules(config, objects)), job.mesh.devices.flatten(), _layout(job))
     return environment.record(folder, now)
+
+
+def _layout(job: Job) -> str:
+    """How arrays lie on the devices: "data=8", and the rules where there are some."""
+    axes = " ".join(f"{name}={size}" for name, size in job.mesh.shape.items())
+    rules = "; ".join(f"{pattern} {'×'.join(map(str, each))}" for pattern, each in job.config.sharding_rules)
+    return f"{axes}, {rules}" if rules else axes
 
 
 def _given(objects: Mapping[str, Any]) -> tuple[str, ...]:

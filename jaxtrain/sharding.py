@@ -41,6 +41,17 @@ def over_batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
+def gathered(mesh: Mesh, tree: Any) -> Any:
+    """The arrays of `tree` as NumPy's, whole in every process; of several processes all must call it."""
+    if jax.process_count() > 1:
+        tree = jax.jit(_same, out_shardings=replicated(mesh))(tree)
+    return jax.device_get(tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
 def path_string(path: Sequence[Any]) -> str:
     """ "params/dense/kernel" for a JAX key path."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")

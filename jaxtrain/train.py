@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,26 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxtrain import agreement, contract, devices, distributed, exits, finite, precision, restart
 from jaxtrain import config as configs
-from jaxtrain import contract, devices, exits, finite, precision, restart
 from jaxtrain import workdir as workdirs
 from jaxtrain.advance import abstract_sums, checked_advance, plain_advance, zero_sums
+from jaxtrain.agreement import Wishes
 from jaxtrain.behind import Behind, Interval
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.curves import in_notebook
 from jaxtrain.data.feed import Feed
 from jaxtrain.describe import facts
 from jaxtrain.due import Due
-from jaxtrain.errors import NonFiniteError, StorageError, UserError
+from jaxtrain.errors import HangError, NonFiniteError, StorageError, UserError
 from jaxtrain.initialise import initialised
 from jaxtrain.job import Job, build
 from jaxtrain.judge import best_line, is_better, last_values, out_of_patience
 from jaxtrain.lease import Lease
 from jaxtrain.mirror import local_workdir
 from jaxtrain.nonfinite import study
+from jaxtrain.opening import hang_file, intervals, open_checkpoints, open_report
 from jaxtrain.pace import Pace
+from jaxtrain.peers import Ending
 from jaxtrain.profiler import profiler
 from jaxtrain.report import Report
 from jaxtrain.result import Result
@@ -70,10 +70,26 @@ def run(
     task, data, step) stand in for the config's parts, see `jaxtrain.job.build`. A signal (Ctrl-C, SIGTERM, a notebook's
     Stop) ends the run after the step, saved; the result then says so. Where code that is not ours holds that up, or the
     run hangs, it ends the process (not a notebook's). Raises UserError for a mistake, before anything is written;
-    NonFiniteError and StorageError for what can happen later.
+    NonFiniteError and StorageError for what can happen later; HangError where another process of the run is lost.
     """
     config = configs.checked(config)
-    devices.prepare(config)
+    distributed.join(config)
+    with distributed.one_end() as ending:
+        return _run(config, workdir, mode, profile, debug, state, objects, ending)
+
+
+def _run(
+    config: ConfigDict,
+    workdir: str | Path | None,
+    mode: str,
+    profile: tuple[int, int] | None,
+    debug: bool,
+    state: Any,
+    objects: dict[str, Any],
+    ending: Ending,
+) -> Result:
+    """The run of this process, alone or one of several."""
+    devices.prepare(config, say=distributed.say)
     if profile and workdir is None:
         raise UserError("a profile is written into the workdir, and this run has none; give one")
     with contextlib.ExitStack() as stack:
@@ -83,6 +99,7 @@ def run(
         resumed, notes = restart.continued(config, folder, old, mode, objects)
         job = build(resumed, **objects)
         job.rehearse()
+        agreement.refuse_another_run(job, folder)
         refuse_rollback_to_nowhere(job, folder)
         stack.enter_context(precision.scope(job.policy))
         watchdog = stack.enter_context(Watchdog(config.hang_minutes))
@@ -92,15 +109,23 @@ def run(
         old = workdirs.read(folder) if folder else None  # again: another run may have come and gone in the meantime
         restart.continued(config, folder, old, mode, objects)
         report = stack.enter_context(open_report(job, folder))
-        stop.say, report.may_write = report.say, lease.check if lease else nothing
-        stop.last = watchdog.last = [report.close, lease.release if lease else nothing]
+        stop.say = ending.say = report.say if distributed.is_first() else exits.say
+        report.may_write = lease.check if lease else nothing
+        ending.last = [report.close, lease.release if lease else nothing]
+        stop.last = [*ending.last, lambda: ending.end_others(stop.exit_code, f"ended{stop.why()}")]
+        watchdog.last = [*ending.last, lambda: ending.end_others(HangError.exit_code, "it hangs")]
         watchdog.file = hang_file(folder)
         report.header(facts(job, folder, notes))
         checkpoints = stack.enter_context(open_checkpoints(job, folder, report, committed)) if folder else None
         state, sums = start(job, checkpoints, report, state, old)
-        for change in restart.record(job, config, folder, objects) if folder else ():
-            report.warn(f"{change}: this run continues, it does not reproduce")
+        report.history[:] = distributed.from_first(report.history)
+        changes = restart.record(job, config, folder, objects) if folder and distributed.is_first() else ()
+        if changes:
+            report.warn(f"{'; '.join(changes)}: this run continues, it does not reproduce")
+        if folder:
+            workdirs.refuse_unshared(folder)
         loop = Loop(job, report, checkpoints, stop, watchdog, state, sums, folder=folder, profile=profile, debug=debug)
+        stack.enter_context(loop.agreed)
         loop.run()
         return finish(loop, folder)
 
@@ -166,6 +191,7 @@ class Loop:
         self.advance = checked_advance(self.job) if self.debug else plain_advance(self.job)
         self.best_state: Any = None  # without a workdir, where no checkpoint keeps it
         self.began = self.saved_at = time.monotonic()
+        self.agreed = agreement.reached(self.wishes)
         self.pace = Pace(self.watchdog.beat)
         self.watchdog.where = lambda: f"at step {self.step}"
         self.compiled = False
@@ -183,10 +209,11 @@ class Loop:
             if self.checkpoints is not None and self.checkpoints.latest() is None:  # a state from memory, to be kept
                 self.save(best=False)
             return
-        if self.checkpoints is not None and self.job.config.on_nonfinite == "rollback" and not self.checkpoints.steps():
+        saved = distributed.from_first(self.checkpoints.steps()) if self.checkpoints is not None else None
+        if saved == [] and self.job.config.on_nonfinite == "rollback":
             self.save(best=False)  # so that there is always one to go back to
         traces = (self.folder or Path()) / "profile"
-        with profiler(traces, self.profile, self.report.say) as trace:
+        with profiler(traces, self.profile if distributed.is_first() else None, self.report.say) as trace:
             while not (self.complete() or self.interrupted()):
                 try:
                     self.train(trace)
@@ -221,6 +248,7 @@ class Loop:
                     self.watchdog.pause()
                 self.state, self.sums = self.advance(self.state, self.sums, batch)
                 self.step += 1
+                self.agreed.tick()
                 if self.compiled:
                     self.pace.dispatched(self.step, self.sums)
                 else:  # the first call compiles: that is no part of the speed, and no hang
@@ -252,7 +280,7 @@ class Loop:
             self.report.status(f"evaluating {name}…")
             try:
                 with self.stop.away(self.keeper(best)):
-                    values = self.job.evaluate(name, self.state, self.watchdog.each_batch(self.stop.check))
+                    values = self.job.evaluate(name, self.state, self.watchdog.each_batch(self.agreed.check))
             except Stopped:
                 break
             finally:
@@ -288,6 +316,7 @@ class Loop:
         self.refuse_nonfinite_state()
         self.report.flush()
         self.saved_at = time.monotonic()
+        self.agreed.saved()
         if self.checkpoints is not None:
             tree = {"state": self.state, "sums": self.sums}
             meta = {"precision": self.job.policy.name}
@@ -306,9 +335,18 @@ class Loop:
     def save_is_due(self, due: set[str]) -> bool:
         return "checkpoint" in due or self.complete() or self.interrupted() or self.minutes_passed()
 
+    def wishes(self) -> Wishes:
+        """What signals and clocks ask of this process."""
+        config, now = self.job.config, time.monotonic()
+        return Wishes(
+            signal=self.stop.signal or 0,
+            end=0 < 60 * config.max_minutes < now - self.began,
+            save=0 < 60 * config.checkpoint.minutes < now - self.saved_at,
+        )
+
     def minutes_passed(self) -> bool:
-        minutes = self.job.config.checkpoint.minutes
-        return bool(minutes) and time.monotonic() - self.saved_at > 60 * minutes
+        """Since the last checkpoint, as many as the config bears."""
+        return self.agreed.granted.save
 
     def complete(self) -> bool:
         """All steps done, or no better evaluation for as long as the config's patience lasts."""
@@ -316,8 +354,8 @@ class Loop:
 
     def interrupted(self) -> bool:
         """A signal came, or `max_minutes` are over."""
-        minutes = self.job.config.max_minutes
-        return bool(self.stop) or (bool(minutes) and time.monotonic() - self.began > 60 * minutes)
+        granted = self.agreed.granted
+        return granted.end or bool(granted.signal)
 
     def refuse_nonfinite(self, step: int, values: dict[str, float]) -> None:
         """Raises NonFiniteError where the reported interval up to `step` had a fault that the config does not bear.
@@ -384,13 +422,19 @@ def finish(loop: Loop, folder: Path | None) -> Result:
     loop.behind.flush()
     if loop.checkpoints is not None:
         loop.checkpoints.wait()
-        if loop.compiled or not loop.stop:  # a signal may come before the first step, and leave nothing
+        if loop.compiled or not loop.agreed.exit_code:  # a signal may come before the first step, and leave nothing
             loop.checkpoints.verify(loop.step)  # exit code 0 says that it is there and loads
         loop.watchdog.beat()
     tested = any(key.startswith("test/") for line in report.history for key in line)
-    if loop.complete() and not loop.stop and job.config.test != "no" and "test" in job.evaluations and not tested:
+    if (
+        loop.complete()
+        and not loop.agreed.exit_code
+        and job.config.test != "no"
+        and "test" in job.evaluations
+        and not tested
+    ):
         with contextlib.suppress(Stopped), loop.stop.away(nothing if folder else None):
-            each_batch = loop.watchdog.each_batch(loop.stop.check)
+            each_batch = loop.watchdog.each_batch(loop.agreed.check)
             report.write(loop.step, job.evaluate("test", tested_state(loop), each_batch))
             tell_left_out(job, report)
         loop.watchdog.beat()
@@ -399,7 +443,7 @@ def finish(loop: Loop, folder: Path | None) -> Result:
         metrics=metrics,
         step=loop.step,
         seconds=time.monotonic() - loop.began,
-        ended="finished" if loop.complete() else f"stopped at step {loop.step} of {loop.due.total}{loop.stop.why()}",
+        ended="finished" if loop.complete() else f"stopped at step {loop.step} of {loop.due.total}{loop.agreed.why()}",
         best=best_line(report.history, job.config),
     )
     return Result(
@@ -408,7 +452,7 @@ def finish(loop: Loop, folder: Path | None) -> Result:
         history=report.history,
         metrics=metrics,
         workdir=folder,
-        exit_code=loop.stop.exit_code,
+        exit_code=loop.agreed.exit_code,
     )
 
 
@@ -434,15 +478,16 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper, watchdog: Watchdog) -
     if step is None:
         raise UserError(f"{folder} holds no complete checkpoint to evaluate")
     state, _ = restore(job, checkpoints, step)
-    with open_report(job, None) as report:
+    agreed = agreement.reached(lambda: Wishes(stop.signal or 0))
+    with open_report(job, None) as report, agreed:
         report.say(f"step {step} of {folder}")
         with contextlib.suppress(Stopped):
             for name in job.evaluations:
                 watchdog.beat()
-                report.write(step, job.evaluate(name, state, watchdog.each_batch(stop.check)))
+                report.write(step, job.evaluate(name, state, watchdog.each_batch(agreed.check)))
                 tell_left_out(job, report)
         metrics = last_values(report.history)
-    return Result(job, state, report.history, metrics, folder, stop.exit_code)
+    return Result(job, state, report.history, metrics, folder, agreed.exit_code)
 
 
 def refuse_rollback_to_nowhere(job: Job, folder: Path | None) -> None:
@@ -456,57 +501,6 @@ def refuse_rollback_to_nowhere(job: Job, folder: Path | None) -> None:
 
 def tell_left_out(job: Job, report: Report) -> None:
     """Names the damaged examples that were met of late; the reports count them."""
+    tell = report.warn if distributed.is_first() else distributed.say
     for line in job.left_out():
-        report.warn(f"{line}; left out")
-
-
-def open_report(job: Job, folder: Path | None) -> Report:
-    """Where the run's lines go."""
-    config = job.config
-    return Report(
-        folder,
-        total_steps=job.total_steps,
-        steps_per_epoch=float(job.steps_per_epoch),
-        batch_size=config.batch_size,
-        terminal=config.terminal,
-        tensorboard=config.tensorboard,
-        live_curves=config.terminal == "auto" and in_notebook(),
-        best=config.best,
-    )
-
-
-def hang_file(folder: Path | None) -> Path | None:
-    """Where the stacks of this process go if it hangs: of several, each has its own."""
-    name = f"hang-{jax.process_index()}.txt" if jax.process_count() > 1 else "hang.txt"
-    return folder / name if folder else None
-
-
-def open_checkpoints(job: Job, folder: Path, report: Report, committed: Callable[[], None]) -> Checkpoints:
-    """Where the run's states go: the last `keep`, the best, and every `keep_every`-th for good.
-
-    And the last of those that a rollback may go back to. `committed` is called after each save, in the background.
-    """
-    config = job.config.checkpoint
-
-    def due(every: str) -> Callable[[int], bool] | None:
-        times = Due({"": job.steps_in(every)}, sys.maxsize) if every else None
-        return (lambda step: step == 0 or bool(times.at(step))) if times else None
-
-    anchor = due(config.every) if job.config.on_nonfinite == "rollback" else None
-    return Checkpoints(
-        folder / "checkpoints",
-        keep=config.keep,
-        keep_every=due(config.keep_every),
-        anchor=anchor,
-        committed=committed,
-        say=report.warn,
-    )
-
-
-def intervals(job: Job) -> dict[str, Fraction]:
-    """Name → interval in steps of all that happens again and again."""
-    config = job.config
-    wanted = {"report": config.report_every, "checkpoint": config.checkpoint.every}
-    every = {name: job.steps_in(text) for name, text in wanted.items() if text}
-    evaluations = {name: found.every for name, found in job.evaluations.items() if found.every is not None}
-    return every | evaluations
+        tell(f"{line}; left out")

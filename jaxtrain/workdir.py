@@ -1,8 +1,11 @@
 """A run's folder: what was run, kept beside what came out, so that another run cannot slip in between."""
 
 import dataclasses
+import hashlib
 import json
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
+from jaxtrain import distributed
 from jaxtrain.errors import StorageError, UserError
 
 FORMAT = 1
+SHOWS_UP = 60.0  # seconds in which a network file system shows a new file to other hosts
 FREE_TO_CHANGE = {"total"}  # a run key, but more steps of the same run are no other run
 
 
@@ -77,6 +82,21 @@ def write(folder: Path, record: Record) -> None:
         raise StorageError(f"cannot write to the workdir {folder}: {error.strerror}") from error
 
 
+def refuse_unshared(folder: Path) -> None:
+    """Raises UserError in a process of several that does not see the `config.json` which process 0 has written."""
+    if distributed.processes() == 1:
+        return
+    path = folder / "config.json"
+    expected, until = distributed.from_first(_digest(path)), time.monotonic() + SHOWS_UP
+    while _digest(path) != expected:
+        if time.monotonic() > until:
+            raise UserError(
+                f"process {distributed.number()} ({socket.gethostname()}) does not see {path}, which process 0 wrote; "
+                "the workdir must lie on a file system that all hosts share"
+            )
+        time.sleep(0.1)
+
+
 def refuse_another_run(folder: Path, old: Record, config: ConfigDict, objects: tuple[str, ...]) -> None:
     """Raises UserError naming the run keys in which `config` differs from what the workdir holds.
 
@@ -99,3 +119,10 @@ def refuse_another_run(folder: Path, old: Record, config: ConfigDict, objects: t
         raise UserError(
             f"workdir {folder} holds another run: {'; '.join(changes)}; take another --workdir or the old values"
         )
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

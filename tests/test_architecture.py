@@ -18,9 +18,9 @@ child
 compare rehearsal
 poison faults
 inflict
-prepare main commandline
+main commandline
 train
-describe result initialise restart nonfinite
+describe result initialise restart nonfinite agreement opening
 advance
 job
 supply
@@ -45,7 +45,6 @@ schedules
 data.feed
 data.host
 data data.tfds data.digits
-data.convert
 data.pictures data.tfds_builder
 data.records
 data.example data.tensorflow_cpu data.indexcache
@@ -55,13 +54,15 @@ data.roles data.order data.augment
 finite
 metrics precision sharding
 devices
-compilecache machine
+compilecache machine distributed
+cluster peers
 config
 overrides configfile
 keys
 lookup
 schema durations
 remote exits
+causes
 errors
 """
 

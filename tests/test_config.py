@@ -48,6 +48,8 @@ OTHER = {
     "devices": (0, 2),
     "device_memory": 0.5,
     "deterministic": True,
+    "distributed": "off",
+    "join_minutes": 1.5,
     "mesh": (("data", 4), ("model", 2)),
     "sharding_rules": (("kernel", (None, "model")),),
     "threads": 3,
