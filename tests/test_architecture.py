@@ -18,7 +18,7 @@ child
 compare rehearsal
 poison faults
 inflict
-main commandline
+prepare main commandline
 train
 describe result initialise restart nonfinite agreement opening
 advance
@@ -45,6 +45,7 @@ schedules
 data.feed
 data.host
 data data.tfds data.digits
+data.convert
 data.pictures data.tfds_builder
 data.records
 data.example data.tensorflow_cpu data.indexcache

@@ -364,8 +364,8 @@ def one_shard_more(path):
 UNREADABLE_INFO = ("1.0.0/dataset_info.json cannot be read", "copy the file")
 HALF = {
     "no data at all": ("cifar10", lambda folder: None, ("cifar10 is not prepared in", "TFDS_DATA_DIR")),
-    "no folder": ("cifar10", lambda folder: folder.rmdir(), ("cifar10 is not prepared in", "tfds build cifar10")),
-    "another version": ("cifar10", another_version, ("3.0.2", "3.0.1 is there: set config.data.version")),
+    "no folder": ("cifar10", lambda folder: folder.rmdir(), ("cifar10 is not prepared in", "jaxtrain.prepare")),
+    "another version": ("cifar10", another_version, ("3.0.2 is wanted, 3.0.1 is there: set config.data.version",)),
     "copied by half": ("cifar10", without_info, ("cifar10/3.0.2 has no dataset_info.json",)),
     "prepared by half": ("cifar10", cut_off, ("incomplete.4HB2QX_3.0.2", "cut off")),
     "prepared by half, unknown to tfds": ("tiny", own(renamed), ("incomplete.4HB2QX_1.0.0", "cut off")),
@@ -407,7 +407,9 @@ def test_an_absent_set_without_a_network_says_what_to_do(tmp_path, network):
     assert dataset.spec["image"].shape == (32, 32, 3) and not dataset.sizes and not dataset.present()
     assert len(synthetic(dataset).open()["train"]) == 512
     began = time.monotonic()
-    with pytest.raises(DataAbsent, match="TFDS_DATA_DIR.*config.data.dir.*tfds build cifar10") as caught:
+    with pytest.raises(
+        DataAbsent, match="TFDS_DATA_DIR.*config.data.dir.*jaxtrain.prepare --data.dataset=cifar10"
+    ) as caught:
         dataset.open()
     assert time.monotonic() - began < 20 and "\n" not in str(caught.value)
 
@@ -511,7 +513,7 @@ def test_names_in_the_info_cannot_lead_out_of_the_folder(tmp_path, change):
     except UserError as error:
         assert "\n" not in str(error)
     else:
-        files = [pathlib.Path(file) for source in sources.values() for file in source._records.paths]
+        files = [pathlib.Path(file) for source in sources.values() for file in source.stored.paths]
         assert files and all(file.is_relative_to(path) for file in files)
 
 
@@ -548,7 +550,7 @@ def test_the_shared_cifar_is_read_whole(shared_tfds):
     sources = dataset.open()
     assert {role: len(source) for role, source in sources.items()} == dict(dataset.sizes)
     assert dict(dataset.sizes) == {"train": 45_000, "validation": 5_000, "test": 10_000}
-    labels = records.integers(sources["train"].source._records, "label")
+    labels = records.integers(sources["train"].source.stored, "label")
     for role in ("train", "validation"):
         assert len(set(np.bincount(labels[sources[role].ids]))) == 1  # the classes are equal
     assert not set(sources["train"].ids) & set(sources["validation"].ids)

@@ -22,17 +22,17 @@ class Pictures:
     """
 
     def __init__(self, name: str, records: Records, spec: Spec, image: str, label: str, damage: Damage):
-        self.name, self.spec, self.damage = name, spec, damage
-        self._records, self._image, self._label = records, image, label
+        self.name, self.stored, self.spec, self.damage = name, records, spec, damage
+        self._image, self._label = image, label
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.stored)
 
     def get(self, ids: np.ndarray) -> Batch:
         return damage.load(self, ids)
 
     def records(self, ids: np.ndarray) -> list[bytes]:
-        return self._records.read(ids)
+        return self.stored.read(ids)
 
     def decode(self, records: Sequence[bytes]) -> Batch:
         """By Pillow, which agrees with `decode_graph` to the bit: both use the accurate integer transform."""
@@ -59,7 +59,7 @@ class Pictures:
         return {"image": images, "label": tf.cast(found[self._label], tf.int32)}
 
     def describe(self, number: int) -> str:
-        return f"example {number} of {self.name} ({self._records.where(number)})"
+        return f"example {number} of {self.name} ({self.stored.where(number)})"
 
 
 def decode(encoded: bytes, shape: tuple[int, ...]) -> np.ndarray:

@@ -151,7 +151,7 @@ def integers(records: Records, feature: str, *, lenient: bool = False) -> np.nda
     return values
 
 
-def masked_crc32c(data: bytes) -> int:
+def masked_crc32c(data: bytes | bytearray) -> int:
     """The checksum of the TFRecord format, which must not be that of data with a checksum in it."""
     value = crc32c.crc32c(data)
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -208,11 +208,13 @@ def _walk(path: str, expected: int) -> np.ndarray:
     """Where the records of one file start, and its end: int64 [n + 1], from length to length."""
     unpack, position, bounds = struct.Struct("<QI").unpack, 0, array.array("q", [0])
     file = _File(path)
+    if kind := compression(file.read(0, _HEADER)):
+        raise Compressed(f"{path} is a {kind}-compressed TFRecord file, in which no record can be found by number")
     while position + _HEADER + _FOOTER <= file.size:
         header = file.read(position, position + _HEADER)
         length, check = unpack(header)
         if masked_crc32c(header[:8]) != check:
-            _refuse_header(path, header, position, len(bounds) - 1)
+            _refuse_header(path, position, len(bounds) - 1)
         position += _HEADER + length + _FOOTER
         bounds.append(position)
     if position != file.size:
@@ -225,15 +227,15 @@ def _walk(path: str, expected: int) -> np.ndarray:
     return np.frombuffer(bounds, np.int64)
 
 
-def _refuse_header(path: str, header: bytes, position: int, number: int) -> NoReturn:
-    if number == 0 and (kind := compression(header)):
-        raise Compressed(f"{path} is a {kind}-compressed TFRecord file, in which no record can be found by number")
+def _refuse_header(path: str, position: int, number: int) -> NoReturn:
     found = f"record {number} at byte {position} is damaged" if number else "is not a TFRecord file"
     raise UserError(f"{path} {found}: the checksum of a length is wrong; prepare the data set again or copy the file")
 
 
 def compression(header: bytes) -> str:
-    """How a file is compressed that starts with these bytes (two or more): "gzip", "zlib" or ""."""
+    """How a TFRecord file is compressed that starts with these 12 bytes: "gzip", "zlib", or "" for anything else."""
+    if len(header) < 2 or masked_crc32c(header[:8]) == int.from_bytes(header[8:], "little"):
+        return ""  # nothing, or the length of a record
     if header[:2] == b"\x1f\x8b":
         return "gzip"
     # RFC 1950: deflate with a window of up to 32 KiB, and a multiple of 31.
@@ -245,12 +247,20 @@ def _reader(path: str) -> Any:
 
     Raises UserError for a file that is none of its kind.
     """
-    try:
-        from array_record.python.array_record_module import ArrayRecordReader
-    except ImportError as error:
-        raise UserError(f"{path} needs the package array_record: pip install array_record") from error
+    library = array_record(path)
     with _told(path):
-        return ArrayRecordReader(path, "readahead_buffer_size:0", file_reader_buffer_size=1 << 15)
+        return library.ArrayRecordReader(path, "readahead_buffer_size:0", file_reader_buffer_size=1 << 15)
+
+
+def array_record(path: str) -> Any:
+    """The library, to read or write that file. Raises UserError where there is none, as on macOS."""
+    try:
+        from array_record.python import array_record_module
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs the package array_record ({error}): pip install array_record, or use TFRecord"
+        ) from error
+    return array_record_module
 
 
 @contextlib.contextmanager

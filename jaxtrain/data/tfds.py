@@ -16,7 +16,7 @@ from jaxtrain.data.damage import Damage
 from jaxtrain.data.indexcache import cached
 from jaxtrain.data.pictures import MODES, Pictures
 from jaxtrain.data.records import ArrayRecords, Compressed, Records, TFRecords, integers
-from jaxtrain.data.sources import Dataset, Source, subset
+from jaxtrain.data.sources import Dataset, Source, Spec, subset
 from jaxtrain.errors import UserError
 from jaxtrain.lookup import nearest
 
@@ -53,11 +53,8 @@ def tfds(
     folder = data_folder(dir)
     builder = tfds_builder.find(dataset, folder, version)
     splits, shares = builder.info.splits, {"validation": validation, "test": test}
-    spec = {
-        "image": _image_spec(dataset, builder.info.features, image),
-        "label": jax.ShapeDtypeStruct((), np.int32),
-    }
-    classes = _feature(dataset, builder.info.features, label, "ClassLabel")
+    spec = _spec(dataset, builder.info.features, image, label)
+    classes = builder.info.features[label]
     if max_corrupt < 0:
         raise UserError(f"config.data.max_corrupt is {max_corrupt}, expected 0 or more")
 
@@ -67,13 +64,12 @@ def tfds(
         if "train" not in splits:
             raise UserError(f"data set {dataset} has no split 'train'; it has {', '.join(splits)}")
         damage = Damage(max_corrupt)
-        records = {role: open_records(builder, dataset, folder, role) for role in ("train", *shares) if role in splits}
-        sources: dict[str, Source] = {
-            role: Pictures(f"{dataset} {role}", found, spec, image, label, damage) for role, found in records.items()
-        }
-        ids = _cut(records["train"], label, lenient=max_corrupt > 0, shares=_shares(splits, **shares))
-        cut = {role: subset(sources["train"], of_role) for role, of_role in ids.items()}
-        return {role: _first(source, limit) for role, source in (sources | cut).items()}
+        own = [role for role in ("train", *shares) if role in splits]
+        found = {role: open_split(builder, dataset, folder, role, image, label, damage) for role in own}
+        ids = _cut(found["train"].stored, label, lenient=max_corrupt > 0, shares=_shares(splits, **shares))
+        cut = {role: subset(found["train"], of_role) for role, of_role in ids.items()}
+        sources: dict[str, Source] = {**found, **cut}
+        return {role: _first(source, limit) for role, source in sources.items()}
 
     return Dataset(
         name=dataset,
@@ -90,6 +86,12 @@ def data_folder(dir: str = "") -> str:
     """Where TFDS sets are: `dir`, else what the environment says, else tfds' own default; absolute."""
     folder = os.path.expanduser(dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     return folder if "://" in folder else os.path.abspath(folder)
+
+
+def open_split(builder: Any, dataset: str, folder: str, split: str, image: str, label: str, damage: Damage) -> Pictures:
+    """The pictures and labels of one split, whole."""
+    spec = _spec(dataset, builder.info.features, image, label)
+    return Pictures(f"{dataset} {split}", open_records(builder, dataset, folder, split), spec, image, label, damage)
 
 
 def open_records(builder: Any, dataset: str, folder: str, split: str) -> Records:
@@ -151,6 +153,13 @@ def _feature(dataset: str, features: Any, name: str, kind: str) -> Any:
         found = type(features[name]).__name__
         raise UserError(f"data set {dataset}: feature {name!r} is {found}, expected {kind}")
     return features[name]
+
+
+def _spec(dataset: str, features: Any, image: str, label: str) -> Spec:
+    """Of one example. Raises UserError where the set has no such features."""
+    picture = _image_spec(dataset, features, image)
+    _feature(dataset, features, label, "ClassLabel")
+    return {"image": picture, "label": jax.ShapeDtypeStruct((), np.int32)}
 
 
 def _image_spec(dataset: str, features: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ only `fetch` does, for a set that is not there.
 """
 
 import contextlib
+import errno
 import http.client
 import itertools
 import json
@@ -22,7 +23,7 @@ from absl import logging
 
 from jaxtrain.data.sources import DataAbsent
 from jaxtrain.data.tensorflow_cpu import tensorflow
-from jaxtrain.errors import UserError
+from jaxtrain.errors import StorageError, UserError
 from jaxtrain.lookup import nearest
 
 _NETWORK_SECONDS = 10.0  # after which a host that holds a set's files counts as out of reach
@@ -98,19 +99,12 @@ def files(builder: Any, split: str) -> tuple[list[str], list[int]]:
 def fetch(builder: Any, dataset: str, folder: str, **options: Any) -> None:
     """Downloads and prepares the set in `folder`; `options` are those of tfds' `download_and_prepare`.
 
-    Raises DataAbsent where its host is out of reach or it fails, UserError where another attempt was left unfinished.
+    Raises DataAbsent where its host is out of reach or it fails, StorageError where the folder cannot be written,
+    UserError where another attempt was left unfinished.
     """
     path = pathlib.Path(builder.data_dir)
     _refuse_unfinished(path.parent, f"incomplete.*_{path.name}")
-    held = sorted(each.parent.name for each in path.parent.glob("*/dataset_info.json"))
-    remedy = (
-        f"version {path.name} is wanted and {', '.join(held)} is there: set config.data.version, or else "
-        if held
-        else ""
-    ) + (
-        "set TFDS_DATA_DIR or config.data.dir to a folder that holds it, or on a connected machine run "
-        f"tfds build {dataset} --data_dir=DIR and copy DIR"
-    )
+    remedy = _remedy(dataset, path)
     url = next(iter(getattr(builder, "url_infos", None) or ()), None)
     if url is not None and url.startswith("http") and not _reachable(url):
         raise DataAbsent(f"data set {dataset} is not prepared in {folder}, and {url} cannot be reached; {remedy}")
@@ -121,7 +115,29 @@ def fetch(builder: Any, dataset: str, folder: str, **options: Any) -> None:
         config = library.download.DownloadConfig(try_download_gcs=False)
         builder.download_and_prepare(download_config=config, **options)
     except Exception as error:  # whatever a builder's own code raises
+        if _is_of_the_disk(error):
+            raise StorageError(
+                f"{path} cannot be written: {line(error)}; make room or choose another folder"
+            ) from error
         raise DataAbsent(f"data set {dataset} cannot be prepared in {folder}: {line(error)}; {remedy}") from error
+
+
+def _remedy(dataset: str, path: pathlib.Path) -> str:
+    remedy = (
+        "set TFDS_DATA_DIR or config.data.dir to a folder that holds it, or on a connected machine run "
+        f"python -m jaxtrain.prepare --data.dataset={dataset} --data.dir=DIR and copy DIR"
+    )
+    held = sorted(each.parent.name for each in path.parent.glob("*/dataset_info.json"))
+    if held:
+        remedy = f"version {path.name} is wanted, {', '.join(held)} is there: set config.data.version, or else {remedy}"
+    return remedy
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Some libraries say so in their message only."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+    known = [os.strerror(code) for code in codes] + ["Not enough disk space"]
+    return getattr(error, "errno", None) in codes or any(text in str(error) for text in known)
 
 
 def line(error: BaseException) -> str:
