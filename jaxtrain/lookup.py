@@ -180,7 +180,7 @@ def options(builder: Callable[..., Any], supplied: Iterable[str] = ()) -> Option
     skipped = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     found = {}
     for each in parameters(builder).values():
-        if each.name in supplied or each.kind in skipped:
+        if each.name in supplied or each.kind in skipped or each.name == "name":  # that of the part itself
             continue
         annotation = schema.settable(_evaluated(each, function), each.default)
         if annotation is not None:

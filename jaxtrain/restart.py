@@ -16,7 +16,7 @@ from jaxtrain.supply import NAMES
 from jaxtrain.workdir import Record
 
 SAMPLES = 1000  # steps at which two schedules are compared
-KNOWN = {"builtins", "numpy", "jax", "flax", "optax", "jaxtrain"}  # whose versions are recorded
+KNOWN = {"builtins", "numpy", "jax", "flax", "keras", "optax", "jaxtrain"}  # whose versions are recorded
 
 
 def continued(

@@ -38,6 +38,8 @@ parameters wording
 step
 state tasks tasks.classification
 model
+adapters adapters.keras adapters.linen adapters.nnx
+adapters.functional
 models models.cnn models.mlp models.resnet
 models.layers
 optim
