@@ -30,9 +30,15 @@ def config(**changes):
 
 
 @pytest.fixture(scope="module")
-def through():
+def through(tmp_path_factory):
     """A run that nothing befell."""
-    return train.run(config(), data=tiny.data())
+    return train.run(config(), tmp_path_factory.mktemp("through"), data=tiny.data())
+
+
+@pytest.fixture(scope="module")
+def finished(through):
+    """Its workdir: not to be changed."""
+    return through.workdir
 
 
 def reported(folder):
@@ -105,13 +111,6 @@ DAMAGES = {
     "a bit flipped": lambda folder: flip_a_bit(largest(folder / "60")),
     "a save cut off": lambda folder: shutil.copytree(folder / "60" / "arrays-0", folder / ".writing" / "arrays"),
 }
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    train.run(config(), folder, data=tiny.data())
-    return folder
 
 
 @pytest.mark.parametrize("name", DAMAGES)
