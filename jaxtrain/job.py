@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, devices, judge, lookup, precision, sharding, supply
+from jaxtrain import contract, devices, judge, lookup, metrics, precision, sharding, supply
 from jaxtrain.config import checked, parse_duration
 from jaxtrain.data import damage, order, sources
 from jaxtrain.data.feed import Feed
@@ -125,7 +125,8 @@ class Job:
             return None
         mask = jax.ShapeDtypeStruct((self.config.batch_size,), np.bool_, sharding=sharding.over_batch(self.mesh))
         with precision.scope(self.policy):
-            return [*jax.eval_shape(self.steps.evaluate, self.abstract, self.abstract_batch | {"mask": mask})]
+            found = jax.eval_shape(self.steps.evaluate, self.abstract, self.abstract_batch | {"mask": mask})
+            return metrics.names(found)
 
     @property
     def parts(self) -> Parts | None:

@@ -25,10 +25,19 @@ EMPTY = inspect.Parameter.empty
 
 MODELS = {
     "cnn": "jaxtrain.models.cnn:CNN",
+    "convnext": "jaxtrain.models.convnext:ConvNeXt",
     "mlp": "jaxtrain.models.mlp:MLP",
     "resnet": "jaxtrain.models.resnet:ResNet",
+    "unet": "jaxtrain.models.unet:UNet",
+    "vit": "jaxtrain.models.vit:ViT",
+    "wideresnet": "jaxtrain.models.wideresnet:WideResNet",
 }
-TASKS = {"classification": "jaxtrain.tasks.classification:Classification"}
+TASKS = {
+    "classification": "jaxtrain.tasks.classification:Classification",
+    "multilabel": "jaxtrain.tasks.multilabel:MultiLabel",
+    "regression": "jaxtrain.tasks.regression:Regression",
+    "segmentation": "jaxtrain.tasks.segmentation:Segmentation",
+}
 DATASETS = {"digits": "jaxtrain.data.digits:digits", "tfds": "jaxtrain.data.tfds:tfds"}
 AUGMENTATIONS = {
     "colour_jitter": "jaxtrain.data.augment:colour_jitter",

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import UserError
 
@@ -26,8 +27,8 @@ class Monoid(Protocol):
     def merge(self, other: Self) -> Self:
         """Associative; `other` is the later one."""
 
-    def compute(self) -> float:
-        """The value, of fetched (NumPy) arrays."""
+    def compute(self) -> Any:
+        """The value, of fetched (NumPy) arrays: a number, or a dict of them, its names the same for any contents."""
 
 
 Metrics = dict[str, Any]  # name → Monoid; `Any` because tree functions keep no types
@@ -116,8 +117,19 @@ def merge(earlier: Any, later: Any) -> Any:
 
 
 def compute(metrics: Metrics) -> dict[str, float]:
-    """Name → Python number; waits for the device."""
-    return {name: monoid.compute() for name, monoid in jax.device_get(metrics).items()}
+    """Name → Python number; waits for the device. Of a monoid that computes several: "name/part" → number."""
+    values: dict[str, float] = {}
+    for name, monoid in jax.device_get(metrics).items():
+        value = monoid.compute()
+        parts = value if isinstance(value, dict) else None
+        values |= {name: value} if parts is None else {f"{name}/{part}": number for part, number in parts.items()}
+    return values
+
+
+def names(metrics: Mapping[str, Any]) -> list[str]:
+    """What `compute` will call the values of `metrics`, given as what `jax.eval_shape` returns."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), dict(metrics))
+    return [*compute({name: value if is_monoid(value) else Last(value) for name, value in zeros.items()})]
 
 
 def as_monoids(metrics: Mapping[str, Any]) -> Metrics:

@@ -146,11 +146,14 @@ def prepare(batch: Batch, parts: Parts, key: jax.Array | None = None) -> dict[st
 
 
 def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, Metrics]:
-    """Gradient of the mean loss over the valid rows of the *global* batch, however it is cut into micro-batches."""
+    """Gradient of the mean loss over the valid rows of the *global* batch, however it is cut into micro-batches.
+
+    Or over their tokens, pixels and so on, where the task counts those.
+    """
     mask = batch.get("mask")
     size = jax.tree.leaves(batch)[0].shape[0]
-    valid = jnp.float32(size) if mask is None else jnp.maximum(mask.sum(dtype=jnp.float32), jnp.float32(1))
     batch = dict(batch, mask=jnp.ones((size,), bool) if mask is None else mask)
+    valid = jnp.maximum(items(parts.task, batch).sum(dtype=jnp.float32), jnp.float32(1))
     dropout = state.stream("dropout")
 
     def loss(params: Any, model_state: Any, rows: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -159,8 +162,9 @@ def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, 
             _refuse_parts_of_a_whole(parts, masked=mask is not None)
             total, metric = losses, Mean.of(losses)
         else:
+            whole = Mean.of(losses, rows["mask"])
             total = jnp.where(rows["mask"], losses, 0).sum() / valid
-            metric = Mean.of(losses, rows["mask"])
+            metric = Mean(whole.total, items(parts.task, rows).sum(dtype=jnp.int32))
         metrics = parts.task.metrics(outputs, rows, rows["mask"]) | {"loss": metric}
         return precision.scale(total, state.loss_scale), (model_state, metrics)
 
@@ -194,6 +198,12 @@ def forward(params: Any, model_state: Any, rows: Batch, key: jax.Array, parts: P
     outputs, model_state = parts.model.apply(params, model_state, parts.task.inputs(rows), key=key, train=True)
     outputs = precision.cast(outputs, parts.policy.output)  # losses in float32, whatever the model computes in
     return parts.task.losses(outputs, rows), outputs, model_state
+
+
+def items(task: Task, rows: Batch) -> jax.Array:
+    """What each row's loss is the sum of, int32 [B]: one thing, or as many as the task counts; none where masked."""
+    counts = getattr(task, "counts", None)
+    return jnp.where(rows["mask"], jnp.ones(rows["mask"].shape, jnp.int32) if counts is None else counts(rows), 0)
 
 
 def micro_batches(batch: Batch, parts: int) -> dict[str, jax.Array]:

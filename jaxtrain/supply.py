@@ -97,6 +97,7 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
     batch = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in given.spec.items()}
     raw = task.inputs(batch)
     example = jax.eval_shape(lambda batch: task.inputs(given.preprocess(None, to_unit(batch))), batch)
+    supplied["num_classes"] = getattr(task, "num_outputs", given.num_classes)
     supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None
     from jaxtrain.model import build_model  # imports flax.nnx, a tenth of a second, and only this needs it
 

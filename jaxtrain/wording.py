@@ -130,8 +130,11 @@ def pairs(values: Mapping[str, float]) -> str:
 
 
 def ordered(names: Iterable[str], first: tuple[str, ...] = ("accuracy", "loss")) -> list[str]:
-    """Names of metrics, the usual ones first, the others as they came."""
-    names = list(names)
+    """Names of metrics, the usual ones first, the others as they came.
+
+    Parts of one ("class_accuracy/7") are for the files: a thousand classes would fill the screen.
+    """
+    names = [name for name in names if "/" not in name]
     return [name for name in first if name in names] + [name for name in names if name not in first]
 
 

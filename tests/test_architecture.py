@@ -36,11 +36,13 @@ curves terminal lease pace due
 panels
 parameters wording
 step
-state tasks tasks.classification
+state tasks tasks.multilabel tasks.regression tasks.segmentation
+tasks.classification
+tasks.calibration tasks.confusion
 model
 adapters adapters.keras adapters.linen adapters.nnx
 adapters.functional
-models models.cnn models.mlp models.resnet
+models models.cnn models.convnext models.mlp models.resnet models.unet models.vit models.wideresnet
 models.layers
 optim
 schedules
@@ -55,7 +57,7 @@ data.damage
 data.sources
 data.roles data.order data.augment
 finite
-metrics precision sharding
+flops metrics precision sharding
 devices
 compilecache machine distributed
 cluster peers

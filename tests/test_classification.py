@@ -13,6 +13,7 @@ from jaxtrain import lookup, metrics
 from jaxtrain.errors import UserError
 from jaxtrain.tasks import Task
 from jaxtrain.tasks.classification import Classification
+from jaxtrain.tasks.multilabel import MultiLabel
 
 K = 5
 
@@ -53,7 +54,9 @@ def test_it_is_a_task_whose_options_are_its_arguments():
             assert list(ours.parameters) == list(inspect.signature(method).parameters), name
     batch = {"image": jnp.ones((2, 3, 3, 1))}
     assert task.inputs(batch) is batch["image"]
-    assert set(lookup.options(Classification, supplied=("num_classes",))) == {"label_smoothing", "top_k"}
+    assert set(lookup.options(Classification, supplied=("num_classes",))) == {
+        "loss", "label_smoothing", "class_weights", "top_k", "per_class", "calibration"
+    }  # fmt: skip
     part = dict(name="classification", top_k=2)
     built = lookup.build(part, lookup.TASKS, "task", num_classes=K, dtype=jnp.float32)
     assert built == Classification(num_classes=K, top_k=2)
@@ -290,3 +293,123 @@ def test_outputs_of_another_shape_are_refused_when_traced(shape):
     for function in (task.losses, lambda o, b: task.metrics(o, b, mask_of()), lambda o, b: task.predict(o)):
         with pytest.raises(UserError, match=r"expected \[batch, 5\]"):
             jax.eval_shape(function, jnp.zeros(shape, jnp.float32), {"label": labels_of()})
+
+
+# What the options add.
+
+
+def test_sigmoid_is_the_sum_of_binary_cross_entropies_and_smoothing_goes_by_the_same_formula():
+    logits, label = logits_of(), labels_of()
+    wide = logits.astype(np.float64)
+
+    def binary(target):
+        return (np.log1p(np.exp(-np.abs(wide))) + np.maximum(wide, 0) - wide * target).sum(axis=1)
+
+    target = np.eye(K)[label]
+    for epsilon in (0.0, 0.1):
+        task = Classification(num_classes=K, loss="sigmoid", label_smoothing=epsilon)
+        smoothed = (1 - epsilon) * target + epsilon / K
+        np.testing.assert_allclose(jax.jit(task.losses)(logits, {"label": label}), binary(smoothed), rtol=1e-5)
+        assert computed(task, logits, {"label": label})["loss"] == pytest.approx(binary(target).mean(), rel=1e-5)
+    np.testing.assert_allclose(task.predict(logits)["probabilities"], 1 / (1 + np.exp(-wide)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_class_weights_weigh_losses_and_not_metrics(epsilon):
+    weights = (0.0, 0.5, 1.0, 2.0, 4.0)
+    task = Classification(num_classes=K, label_smoothing=epsilon, class_weights=weights)
+    logits, label = logits_of(), labels_of()
+    entropy = -log_p_of(logits) * weights  # as PyTorch's cross_entropy(weight=…, label_smoothing=…) without its mean
+    wanted = (1 - epsilon) * entropy[np.arange(8), label] + epsilon * entropy.mean(axis=1)
+    np.testing.assert_allclose(jax.jit(task.losses)(logits, {"label": label}), wanted, rtol=1e-5)
+    assert computed(task, logits, {"label": label}) == computed(Classification(num_classes=K), logits, {"label": label})
+
+
+def calibration_by_hand(logits, label):
+    p = np.exp(log_p_of(logits))
+    confidence, hits = p.max(axis=1), p.argmax(axis=1) == label
+    error = 0.0
+    for low in range(15):
+        inside = (confidence > low / 15) & (confidence <= (low + 1) / 15)
+        if inside.any():
+            error += inside.mean() * abs(hits[inside].mean() - confidence[inside].mean())
+    return error
+
+
+def test_what_the_options_measure_is_merged_to_the_value_of_the_whole():
+    """37 examples in parts of 16, filled up: accuracy of each class, and the calibration error of Guo et al., 2017."""
+    task = Classification(num_classes=K, per_class=True, calibration=True)
+    logits, label = logits_of(48), labels_of(48) % (K - 1)  # the last class never occurs
+    run = jax.jit(task.metrics)
+    total = metrics.empty(run(logits[:16], {"label": label[:16]}, mask_of(16)))
+    for start in (0, 16, 32):
+        rows = slice(start, start + 16)
+        total = metrics.merge(total, run(logits[rows], {"label": label[rows]}, np.arange(start, start + 16) < 37))
+    found = metrics.compute(total)
+    logits, label = logits[:37], label[:37]
+    right = logits.argmax(axis=1) == label
+    for k in range(K - 1):
+        assert found[f"class_accuracy/{k}"] == right[label == k].mean()
+    assert math.isnan(found[f"class_accuracy/{K - 1}"])
+    assert found["calibration_error"] == pytest.approx(calibration_by_hand(logits, label), abs=1e-6)
+    shapes = jax.eval_shape(run, logits[:16], {"label": label[:16]}, mask_of(16))
+    assert metrics.names(shapes) == list(found)
+
+
+def test_a_mixed_picture_counts_as_the_class_that_weighs_more():
+    task = Classification(num_classes=K, per_class=True)
+    batch = {"label": np.array([0, 0], np.int32), "mixed_label": np.array([1, 1], np.int32)}
+    batch["mix"] = np.array([0.7, 0.3], np.float32)
+    found = computed(task, np.eye(K, dtype=np.float32)[[0, 0]], batch)
+    assert (found["class_accuracy/0"], found["class_accuracy/1"]) == (1, 0)
+
+
+def test_outputs_that_are_no_numbers_leave_a_calibration_error():
+    task = Classification(num_classes=K, calibration=True)
+    found = computed(task, np.full((4, K), np.nan, np.float32), {"label": labels_of(4)})
+    assert found["calibration_error"] == 0  # sure of nothing, right in nothing
+
+
+# Several labels a picture.
+
+
+def many_of(size=8, seed=2):
+    return np.random.default_rng(seed).integers(0, 2, (size, K)).astype(np.int32)
+
+
+def test_multilabel_is_binary_cross_entropy_of_each_label():
+    logits, batch, mask = logits_of(), {"label": many_of()}, np.arange(8) < 5
+    weights = (1.0, 2.0, 0.0, 1.0, 3.0)
+    entropy = np.log1p(np.exp(np.where(batch["label"] == 1, -logits, logits).astype(np.float64)))
+    plain, weighted = (MultiLabel(num_classes=K, class_weights=each, per_class=True) for each in ((), weights))
+    np.testing.assert_allclose(jax.jit(plain.losses)(logits, batch), entropy.sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(weighted.losses)(logits, batch), (entropy * weights).sum(axis=1), rtol=1e-5)
+    right = (logits > 0) == (batch["label"] == 1)
+    logits[5:] = np.nan
+    for task in (plain, weighted):
+        found = computed(task, logits, batch, mask)
+        assert found["loss"] == pytest.approx(entropy[:5].sum(axis=1).mean(), rel=1e-5)
+        assert found["accuracy"] == pytest.approx(right[:5].mean())
+        assert found["exact_match"] == pytest.approx(right[:5].all(axis=1).mean())
+        np.testing.assert_allclose([found[f"class_accuracy/{k}"] for k in range(K)], right[:5].mean(axis=0))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"label": np.array([[0, 1, 0, 1, 2], [0] * 5]), "id": np.array([7, 8])}, "example 7 has 2"),
+        ({"label": np.zeros((2, K + 1), np.int32)}, r"\[B, 5\].*int32\[2, 6\]"),
+        ({"label": np.zeros((2,), np.int32)}, r"\[B, 5\]"),
+    ],
+)
+def test_multilabel_refuses_what_are_no_such_labels(batch, words):
+    with pytest.raises(UserError, match=words):
+        MultiLabel(num_classes=K).check(batch)
+    assert MultiLabel(num_classes=K).check({"label": many_of()}) is None
+
+
+@pytest.mark.parametrize("task", [Classification, MultiLabel])
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0, 1.0, -1.0), (1.0, 1.0, 1.0, 1.0, float("inf"))])
+def test_weights_that_are_none_are_refused(task, weights):
+    with pytest.raises(UserError, match="class_weights"):
+        task(num_classes=K, class_weights=weights)

@@ -52,7 +52,9 @@ class ConvNorm(nnx.Module):
         return x if self.norm is None else self.norm(x).astype(self.dtype)
 
 
-def normalisation(name: Norm, features: int, scale: float = 1.0, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Module | None:
+def normalisation(
+    name: Norm, features: int, scale: float = 1.0, *, epsilon: float = 1e-5, dtype: Any, rngs: nnx.Rngs
+) -> Any:
     """The layer called `name` over the last axis, computing in float32 or wider; its gain starts at `scale`.
 
     "batch": Ioffe and Szegedy, 2015, over the whole global batch, running averages with momentum 0.9. "group": Wu and
@@ -60,7 +62,7 @@ def normalisation(name: Norm, features: int, scale: float = 1.0, *, dtype: Any, 
     Raises UserError for another name.
     """
     options: dict[str, Any] = {
-        "epsilon": 1e-5,
+        "epsilon": epsilon,
         "scale_init": nnx.initializers.constant(scale),
         "dtype": jnp.float64 if dtype == jnp.float64 else jnp.float32,
         "rngs": rngs,
@@ -85,6 +87,33 @@ def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     if not 0 <= rate < 1:
         raise UserError(f"dropout is {rate}, expected a share of at least 0 and less than 1")
     return nnx.Dropout(rate, rngs=rngs)
+
+
+class StochasticDepth(nnx.Module):
+    """Leaves a residual branch out for a share `rate` of the examples in training, scaling it up for the others.
+
+    Huang et al., "Deep Networks with Stochastic Depth", 2016. float [B, ...] kept; in evaluation the branch passes.
+    """
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.rngs = rngs.dropout.fork()
+        self.deterministic = False
+
+    def __call__(self, branch: jax.Array, rate: float | jax.Array) -> jax.Array:
+        if self.deterministic:
+            return branch
+        kept = jax.random.bernoulli(self.rngs(), 1 - rate, (len(branch),) + (1,) * (branch.ndim - 1))
+        return jnp.where(kept, branch / jnp.asarray(1 - rate, branch.dtype), jnp.zeros_like(branch))
+
+
+def depth_rates(last: float, blocks: int) -> list[float]:
+    """The rate of each block's stochastic depth: from 0 at the first linearly to `last` at the last.
+
+    Raises UserError for a rate outside [0, 1).
+    """
+    if not 0 <= last < 1:
+        raise UserError(f"stochastic_depth is {last}, expected a rate of at least 0 and less than 1")
+    return [last * block / max(1, blocks - 1) for block in range(blocks)]
 
 
 def picture_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import ConvNorm, picture_shape
+from jaxtrain.models.layers import ConvNorm, StochasticDepth, depth_rates, picture_shape
 
 # Blocks in each stage. The first family is the paper's for ImageNet, the second its narrow one for CIFAR-10.
 IMAGENET = {
@@ -22,24 +22,26 @@ IMAGENET = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-CIFAR = {20: (3, 3, 3), 32: (5, 5, 5), 44: (7, 7, 7), 56: (9, 9, 9)}
+CIFAR = {20: (3, 3, 3), 32: (5, 5, 5), 44: (7, 7, 7), 56: (9, 9, 9), 110: (18, 18, 18)}
 BLOCKS = IMAGENET | CIFAR
 
 
 class ResNet(nnx.Module):
-    """ResNet of `depth` 18, 34, 50, 101, 152 (four stages), or 20, 32, 44, 56 (three, the paper's for CIFAR-10).
+    """ResNet of `depth` 18, 34, 50, 101, 152 (four stages), or 20, 32, 44, 56, 110 (three, for CIFAR-10).
 
     [B, H, W, C] of any number type -> logits [B, num_classes] in `dtype`; parameters float32. `width` is that of
     the first stage; 0 takes the paper's, 64 or 16. `stem` "imagenet" is a 7×7 convolution and a pooling that
     leave a quarter of each side, "cifar" one 3×3 convolution at full size; "auto": the first from 64 pixels on.
+    `stochastic_depth` is the rate at which the last block is left out in training, see `layers.StochasticDepth`.
     """
 
     def __init__(
         self,
         num_classes: int,
-        depth: Literal[18, 20, 32, 34, 44, 50, 56, 101, 152] = 18,
+        depth: Literal[18, 20, 32, 34, 44, 50, 56, 101, 110, 152] = 18,
         width: int = 0,
         stem: Literal["auto", "cifar", "imagenet"] = "auto",
+        stochastic_depth: float = 0.0,
         *,
         input_shape: tuple[int, ...],
         dtype: Any = jnp.float32,
@@ -56,11 +58,12 @@ class ResNet(nnx.Module):
         self.pool = stem == "imagenet"
         self.stages: nnx.List = nnx.List()
         channels = width
+        rates = iter(depth_rates(stochastic_depth, sum(BLOCKS[depth])))
         for stage, blocks in enumerate(BLOCKS[depth]):
             self.stages.append(nnx.List())
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
-                made, channels = _block(depth, channels, width * 2**stage, stride, dtype=dtype, rngs=rngs)
+                made, channels = _block(depth, channels, width * 2**stage, stride, next(rates), dtype=dtype, rngs=rngs)
                 self.stages[-1].append(made)
         self.head = nnx.Linear(channels, num_classes, kernel_init=nnx.initializers.normal(0.01), dtype=dtype, rngs=rngs)
         self.dtype = dtype
@@ -79,15 +82,18 @@ class ResNet(nnx.Module):
 class Block(nnx.Module):
     """relu(shortcut(x) + f(x)), f being `layers` with ReLU between them: float [B, H, W, C] -> [B, H', W', C']."""
 
-    def __init__(self, layers: list[ConvNorm], shortcut: nnx.Module | None):
+    def __init__(self, layers: list[ConvNorm], shortcut: nnx.Module | None, rate: float, rngs: nnx.Rngs):
         self.layers = nnx.List(layers)
         self.shortcut = shortcut
+        self.depth = StochasticDepth(rngs) if rate else None
+        self.rate = rate
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x
         for layer in self.layers[:-1]:
             y = nnx.relu(layer(y))
         y = self.layers[-1](y)
+        y = y if self.depth is None else self.depth(y, self.rate)
         return nnx.relu(y + (x if self.shortcut is None else self.shortcut(x)))
 
 
@@ -102,7 +108,7 @@ class Subsampled(nnx.Module):
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new)))
 
 
-def _block(depth: int, channels: int, width: int, stride: int, **options: Any) -> tuple[Block, int]:
+def _block(depth: int, channels: int, width: int, stride: int, rate: float, **options: Any) -> tuple[Block, int]:
     """One block of the ResNet of `depth`, and its number of output channels."""
     if depth < 50 or depth in CIFAR:  # two 3×3 convolutions
         features = width
@@ -122,4 +128,4 @@ def _block(depth: int, channels: int, width: int, stride: int, **options: Any) -
         shortcut = Subsampled(channels, features, stride)
     elif channels != features:
         shortcut = ConvNorm(channels, features, 1, stride, **options)
-    return Block(layers, shortcut), features
+    return Block(layers, shortcut, rate, options["rngs"]), features

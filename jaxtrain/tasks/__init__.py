@@ -17,7 +17,11 @@ class Task(Protocol):
     """
 
     def inputs(self, batch: Mapping[str, jax.Array]) -> Any:
-        """What the model is applied to: an array or a tree of arrays, each of leading dimension B."""
+        """What the model is applied to: an array or a tree of arrays, each of leading dimension B.
+
+        A task whose outputs are no scores of classes says by an attribute `num_outputs`, an int, what the model is
+        built with in the place of the data set's `num_classes`.
+        """
 
     def losses(self, outputs: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         """The training loss of each example, float32 [B], smoothing and mixed labels included.
@@ -26,6 +30,10 @@ class Task(Protocol):
         padding, accumulation and the number of devices do not weigh. Combine with `where(mask, losses, 0)`; a
         product would let the NaN of a padded row through. A task whose loss couples examples (contrastive)
         returns one float32 [] for the whole global batch; gradient accumulation refuses it.
+
+        A task whose examples hold several items each (tokens, pixels), as many as there are valid ones, returns their
+        sum, and has a method `counts(batch) -> int32 [B]` that says how many they are: the step then divides by the
+        items of the global batch.
         """
 
     def metrics(self, outputs: Any, batch: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
