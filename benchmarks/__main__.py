@@ -1,4 +1,4 @@
-"""python -m benchmarks [loop] [startup] [checkpoint]: a table, the aim beside each figure. Wants an idle machine."""
+"""python -m benchmarks [loop] [startup] [data] [checkpoint]: a table with the aims. Wants an idle machine."""
 
 import datetime
 import importlib
@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.table import render
 
-NAMES = ("loop", "startup", "checkpoint")
+NAMES = ("loop", "startup", "data", "checkpoint")
 
 
 def main() -> int:

@@ -116,7 +116,8 @@ def test_tensorflow_prints_nothing(tmp_path):
     code = (
         "import numpy as np; from jaxtrain.data.tfds import tfds; from jaxtrain.data import host;"
         f"train = tfds(dataset='tiny', dir={str(tmp_path)!r}).open()['train'];"
-        "next(host.batches(train, lambda step: np.arange(4), 0, 1, kind='tf.data'))"
+        "endless = host.batches(train, lambda step: np.arange(4), 0, None, kind='tf.data', threads=4);"
+        "[next(endless) for _ in range(3)]; endless.close()"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """Batches on the host: ids → decoded arrays, read ahead in parallel, in the order of the plan."""
 
 import collections
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -73,8 +72,8 @@ def _by_threads(
     source: Source, plan: IdPlan, start: int, stop: int | None, threads: int, lookahead: int
 ) -> Generator[Batch, None, None]:
     """One batch a task."""
-    with _pool(threads) as pool:
-        yield from _ahead(pool, lambda step: damage.load(source, plan(step)), start, stop, lookahead + threads)
+    with _Ahead(threads) as ahead:
+        yield from ahead(lambda step: damage.load(source, plan(step)), start, stop, lookahead)
 
 
 def _by_tf_data(
@@ -83,10 +82,10 @@ def _by_tf_data(
     """Records as bytes → tf.data, which decodes pieces of batches in parallel and keeps their order."""
     tf = tensorflow()
     borne = damage.of(source)
-    with _pool(threads) as pool:
+    with _Ahead(threads) as ahead:
         step = start
         while stop is None or step < stop:
-            decoded = _decoded(tf, source, plan, step, stop, threads, lookahead, pool)
+            decoded = _decoded(tf, source, plan, step, stop, threads, lookahead, ahead)
             try:
                 for batch in decoded:
                     yield batch if borne is None else {**batch, "mask": np.ones(len(plan(step)), bool)}
@@ -104,7 +103,7 @@ def _decoded(
     stop: int | None,
     threads: int,
     lookahead: int,
-    pool: ThreadPoolExecutor,
+    ahead: "_Ahead",
 ) -> Iterator[Batch]:
     # Graph operations as they stand: AutoGraph would rewrite Python, and print what it cannot.
     decode_graph = tf.autograph.experimental.do_not_convert(source.decode_graph)
@@ -113,7 +112,7 @@ def _decoded(
 
     def read() -> Iterator[np.ndarray]:
         # Many reads at once: tf.data itself asks for one at a time.
-        for records in _ahead(pool, lambda step: source.records(plan(step)), start, stop, lookahead + threads):
+        for records in ahead(lambda step: source.records(plan(step)), start, stop, lookahead):
             yield from np.array(records, dtype=object).reshape(-1, piece)  # [B] bytes
 
     dataset = (
@@ -147,22 +146,30 @@ def _recovered(tf: Any, source: EncodedSource, ids: np.ndarray, error: Exception
     raise error
 
 
-@contextlib.contextmanager
-def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxtrain-decode")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+class _Ahead:
+    """Threads that load steps ahead of the one that is asked for."""
 
+    def __init__(self, threads: int):
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxtrain-decode")
+        self._threads, self._closed = threads, False
 
-def _ahead(
-    pool: ThreadPoolExecutor, load: Callable[[int], Any], start: int, stop: int | None, ahead: int
-) -> Iterator[Any]:
-    """`load(step)` of each step in order, `ahead` of them under way."""
-    steps = _steps(start, stop)
-    pending = collections.deque(pool.submit(load, step) for step in itertools.islice(steps, ahead))
-    while pending:
-        loaded = pending.popleft().result()
-        pending.extend(pool.submit(load, step) for step in itertools.islice(steps, 1))
-        yield loaded
+    def __call__(self, load: Callable[[int], Any], start: int, stop: int | None, lookahead: int) -> Iterator[Any]:
+        """`load(step)` of each step in order; as many more under way as there are threads, and `lookahead`."""
+        steps = _steps(start, stop)
+        first = itertools.islice(steps, lookahead + self._threads)
+        try:
+            pending = collections.deque(self._pool.submit(load, step) for step in first)
+            while pending:
+                loaded = pending.popleft().result()
+                pending.extend(self._pool.submit(load, step) for step in itertools.islice(steps, 1))
+                yield loaded
+        except Exception:
+            if not self._closed:  # tf.data goes on for a while after it was closed; nobody waits for what it gets
+                raise
+
+    def __enter__(self) -> "_Ahead":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed = True
+        self._pool.shutdown(cancel_futures=True)
