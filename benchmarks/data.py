@@ -113,7 +113,8 @@ def _made(folder: Path, size: int = BATCH * STEPS) -> str:
     import tensorflow_datasets as library
 
     rng = np.random.default_rng(0)
-    examples = ({"image": rng.integers(0, 256, (32, 32, 3), np.uint8), "label": n % 10} for n in range(size))
+    pixels = (rng.integers(0, 256, (32, 32, 3), np.uint8) for _ in range(size))
+    examples = ((number, {"image": each, "label": number % 10}) for number, each in enumerate(pixels))
     image, label = library.features.Image(shape=(32, 32, 3)), library.features.ClassLabel(num_classes=10)
     library.dataset_builders.store_as_tfds_dataset(
         name="noise",
