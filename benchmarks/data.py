@@ -25,35 +25,37 @@ from jaxtrain.data.tfds import tfds
 
 ROUNDS = 9
 BATCH = 128
-STEPS = 150  # of one round
+STEPS = 150  # of one round, for rates
 FAR = 1_000_000
 LOADERS = ("threads", "tf.data")
 
 
-def measure() -> Iterator[Row]:
-    """First batches near and far, raw records, decoded pictures."""
+def measure(rounds: int = ROUNDS, steps: int = STEPS) -> Iterator[Row]:
+    """First batches near and far; raw records and decoded pictures, `steps` batches a round."""
     with tempfile.TemporaryDirectory() as folder:
-        source = _source(Path(folder))
+        source = _source(Path(folder), BATCH * steps)
         for loader in LOADERS:
-            near, far = _interleaved(partial(_first, source, 0, loader), partial(_first, source, FAR, loader))
+            near, far = _interleaved(partial(_first, source, 0, loader), partial(_first, source, FAR, loader), rounds)
             detail = f"{1e3 * statistics.median(far):.1f} ms ÷ {1e3 * statistics.median(near):.1f} ms, loader {loader}"
             yield Row("first batch at step 1,000,000 ÷ at step 0", _ratio(far, near), 1.1, detail)
-        yield _compared("raw records/s by number ÷ in order", partial(_raw, source), partial(_in_order, source))
+        raw, in_order = partial(_raw, source, steps), partial(_in_order, source, steps)
+        yield _compared("raw records/s by number ÷ in order", raw, in_order, rounds, steps)
         for loader in LOADERS:
             name = f"decoded pictures/s by number, loader {loader}, ÷ in order"
-            yield _compared(name, partial(_decoded, source, loader), partial(_in_order, source, decoded=True))
+            decoded = partial(_decoded, source, steps, loader)
+            yield _compared(name, decoded, partial(in_order, decoded=True), rounds, steps)
 
 
-def _compared(name: str, ours: Callable[[], float], theirs: Callable[[], float]) -> Row:
+def _compared(name: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int, steps: int) -> Row:
     """Of rates, so that more is better; the reference is tf.data."""
-    one, other = _interleaved(ours, theirs)
-    rates = [BATCH * STEPS / statistics.median(each) for each in (one, other)]
+    one, other = _interleaved(ours, theirs, rounds)
+    rates = [BATCH * steps / statistics.median(each) for each in (one, other)]
     return Row(name, _ratio(other, one), None, f"{rates[0]:,.0f}/s ÷ {rates[1]:,.0f}/s")
 
 
-def _interleaved(one: Callable[[], float], other: Callable[[], float]) -> tuple[list[float], list[float]]:
+def _interleaved(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each, in turn, so that whatever else the machine does hits both; the first turn warms up."""
-    turns = [(one(), other()) for _ in range(ROUNDS + 1)][1:]
+    turns = [(one(), other()) for _ in range(rounds + 1)][1:]
     return [turn[0] for turn in turns], [turn[1] for turn in turns]
 
 
@@ -69,45 +71,45 @@ def _first(source: Pictures, step: int, loader: str) -> float:
         return time.perf_counter() - began
 
 
-def _raw(source: Pictures) -> float:
+def _raw(source: Pictures, steps: int) -> float:
     """In one thread."""
     plan = order.shuffled(0, BATCH, len(source))
     began = time.perf_counter()
-    for step in range(STEPS):
+    for step in range(steps):
         source.records(plan(step)[0])
     return time.perf_counter() - began
 
 
-def _decoded(source: Pictures, loader: str) -> float:
+def _decoded(source: Pictures, steps: int, loader: str) -> float:
     plan = order.shuffled(0, BATCH, len(source))
     began = time.perf_counter()
-    for _ in host.batches(source, lambda step: plan(step)[0], 0, STEPS, kind=loader):
+    for _ in host.batches(source, lambda step: plan(step)[0], 0, steps, kind=loader):
         pass
     return time.perf_counter() - began
 
 
-def _in_order(source: Pictures, decoded: bool = False) -> float:
+def _in_order(source: Pictures, steps: int, decoded: bool = False) -> float:
     """As tf.data does it best: a file from its start, decoding in parallel."""
     tf = tensorflow()
     dataset = tf.data.TFRecordDataset(source.stored.paths).batch(BATCH, drop_remainder=True)
     if decoded:
         dataset = dataset.map(source.decode_graph, num_parallel_calls=tf.data.AUTOTUNE)
     began = time.perf_counter()
-    for _ in dataset.prefetch(tf.data.AUTOTUNE).take(STEPS).as_numpy_iterator():
+    for _ in dataset.prefetch(tf.data.AUTOTUNE).take(steps).as_numpy_iterator():
         pass
     return time.perf_counter() - began
 
 
-def _source(folder: Path) -> Pictures:
+def _source(folder: Path, size: int) -> Pictures:
     """The training split, whole."""
     there = (Path(os.environ.get("TFDS_DATA_DIR", folder)) / "cifar10").is_dir()
-    options: dict[str, Any] = {"dataset": "cifar10"} if there else {"dataset": _made(folder), "dir": str(folder)}
+    options: dict[str, Any] = {"dataset": "cifar10"} if there else {"dataset": _made(folder, size), "dir": str(folder)}
     source = tfds(**options, validation=0, test=0).open()["train"]
     assert isinstance(source, Pictures)
     return source
 
 
-def _made(folder: Path, size: int = BATCH * STEPS) -> str:
+def _made(folder: Path, size: int) -> str:
     """Noise, prepared as a TFDS set."""
     tensorflow()
     import tensorflow_datasets as library

@@ -58,8 +58,7 @@ def _flags(parts: Parts, state: Any, batch: Mapping[str, jax.Array]) -> tuple[li
     def flags(state: Any, batch: Any) -> tuple[list[Any], jax.Array]:
         prepared = prepare(batch, parts, state.stream("augment"))
         mask = prepared.get("mask", jnp.ones(batch["id"].shape, bool))
-        prepared = dict(prepared, mask=mask)
-        losses, outputs = _forward(parts, state, prepared)
+        losses, outputs = _forward(parts, state, dict(prepared, mask=mask))
         grads = gradients(state, prepared, parts)[0]
         losses = jnp.where(mask, losses, 0) if losses.ndim else losses
         stages = [state.params, state.model_state, prepared, outputs, losses, grads, optax.tree.norm(grads)]

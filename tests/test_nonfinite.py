@@ -57,6 +57,8 @@ class Spoilt(Classification):
         here = batch["id"] == self.bad
         if self.how == "losses":
             return jnp.where(here, jnp.nan, super().losses(outputs, batch))
+        if self.how == "whole":
+            return jnp.where(here.any(), jnp.nan, super().losses(outputs, batch).mean())
         # The loss is finite; the slope of the root is not.
         return super().losses(outputs, batch) + jnp.sqrt(jnp.where(here, outputs[:, 0] * 0, 1))
 
@@ -83,7 +85,7 @@ def test_a_stop_names_step_leaf_and_examples_and_keeps_them(value, changes, bad,
     assert checkpoint.Checkpoints(tmp_path / "checkpoints").latest() == 10
 
 
-@pytest.mark.parametrize(("how", "leaf"), [("losses", "losses"), ("gradients", "gradients/")])
+@pytest.mark.parametrize(("how", "leaf"), [("losses", "losses"), ("gradients", "gradients/"), ("whole", "losses")])
 def test_the_first_leaf_is_found_wherever_it_is(how, leaf, bad, tmp_path):
     task = Spoilt(num_classes=10, bad=bad, how=how)
     with pytest.raises(NonFiniteError, match=f"at step {BAD_STEP},.*first in {leaf}"):
