@@ -41,6 +41,13 @@ def leave(code: int, *last: Callable[[], object]) -> NoReturn:
     os._exit(code)
 
 
+def soon(code: int) -> None:
+    """Ends the process after PATIENCE, should a thread that nobody can end (a loader on a dead disk) hold it still."""
+    timer = threading.Timer(PATIENCE, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
 def on_signal() -> None:
     """For a process that is all ours and has nothing to lose yet: from now on a signal ends it at once.
 

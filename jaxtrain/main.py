@@ -80,7 +80,10 @@ def _imported(name: str) -> ModuleType:
 def command() -> NoReturn:
     """The process as a whole: where no run looks after them yet, signals end it at once and without a traceback."""
     exits.on_signal()
-    sys.exit(main())
+    code = main()
+    if code in exits.CODES.values():
+        exits.soon(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -36,16 +36,17 @@ class Stopped(Exception):
     """Work that can be left half done (an evaluation) was left because the run is to stop."""
 
 
-def nothing() -> None:
+def nothing() -> str:
     """What there is to save before the first step."""
+    return ""
 
 
 class Away:
     """See `Stopper.away`. The loop enters it for each batch: it costs less than a microsecond."""
 
-    def __init__(self, stopper: "Stopper", save: Callable[[], object] | None):
+    def __init__(self, stopper: "Stopper", save: Callable[[], str] | None):
         self._stopper, self._save = stopper, save
-        self._before: Callable[[], object] | None = None
+        self._before: Callable[[], str] | None = None
 
     def __enter__(self) -> None:
         self._before = self._stopper.exchange(self._save)
@@ -70,7 +71,7 @@ class Stopper:
         self._wakeup: socket.socket | None = None
         self._running_out = False
         self._lock = threading.Lock()  # held while the process is ended: the main thread must not go on then
-        self._save: Callable[[], object] | None = nothing  # None: the main thread looks for signals itself
+        self._save: Callable[[], str] | None = nothing  # None: the main thread looks for signals itself
         self._closed = threading.Event()
 
     def __bool__(self) -> bool:
@@ -94,15 +95,15 @@ class Stopper:
         """From here on there is something to lose: the main thread is never left behind, but `away`."""
         self.exchange(None)
 
-    def away(self, save: Callable[[], object] | None) -> "Away":
+    def away(self, save: Callable[[], str] | None) -> "Away":
         """`with stop.away(save)`: while the main thread is in code that may not come back in time.
 
-        Then `save` is called in another thread, so the main thread must touch nothing that it saves, and the process
-        ends. None: the main thread is waited for all the same.
+        Then `save` is called in another thread, so the main thread must touch nothing that it saves; it returns what to
+        say of it. And the process ends. None: the main thread is waited for all the same.
         """
         return Away(self, save)
 
-    def exchange(self, save: Callable[[], object] | None) -> Callable[[], object] | None:
+    def exchange(self, save: Callable[[], str] | None) -> Callable[[], str] | None:
         """Sets what is called before the main thread is left behind; returns what was. Blocks while that happens."""
         with self._lock:
             before, self._save = self._save, save
@@ -194,11 +195,11 @@ class Stopper:
                     self._end(self._save)
             ended = self._closed.wait(LOOK)
 
-    def _end(self, save: Callable[[], object]) -> NoReturn:
+    def _end(self, save: Callable[[], str]) -> NoReturn:
         assert self.signal is not None
         code, text = self.exit_code, f"{exits.name(self.signal)}: what did not end within {PATIENCE:.0f} s was left"
         try:
-            save()
+            text += save()
         except Exception as error:
             code = error.exit_code if isinstance(error, JaxtrainError) else 1
             text += f", and the last step is not saved: {type(error).__name__}: {error}"

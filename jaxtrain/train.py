@@ -110,8 +110,10 @@ def _run(
         restart.continued(config, folder, old, mode, objects)
         report = stack.enter_context(open_report(job, folder))
         stop.say = ending.say = report.say if distributed.is_first() else exits.say
-        report.may_write = lease.check if lease else nothing
-        ending.last = [report.close, lease.release if lease else nothing]
+        ending.last = [report.close]
+        if lease:
+            report.may_write = lease.check
+            ending.last.append(lease.release)
         stop.last = [*ending.last, lambda: ending.end_others(stop.exit_code, f"ended{stop.why()}")]
         watchdog.last = [*ending.last, lambda: ending.end_others(HangError.exit_code, "it hangs")]
         watchdog.file = hang_file(folder)
@@ -292,7 +294,7 @@ class Loop:
             tell_left_out(self.job, self.report)
         return best
 
-    def keeper(self, best: bool = False) -> Callable[[], None] | None:
+    def keeper(self, best: bool = False) -> Callable[[], str] | None:
         """What saves the state in another thread, while this one waits for data or for an evaluation.
 
         None where nothing does: without a workdir, and where all processes would have to.
@@ -302,11 +304,12 @@ class Loop:
         alone = self.checkpoints is not None and jax.process_count() == 1
         return functools.partial(self.keep, best) if alone else None
 
-    def keep(self, best: bool) -> None:
-        """Returns when the state is on disk."""
+    def keep(self, best: bool) -> str:
+        """Returns when the state is on disk, and says so."""
         self.save(best)
         if self.checkpoints is not None:
             self.checkpoints.wait()
+        return f"; step {self.step} is saved"
 
     def save(self, best: bool) -> None:
         """Saves in the background, after the log of all steps so far is on disk."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 
 import jax
@@ -61,7 +62,7 @@ def stuck():
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(lock)
 def save():
-    print("saved", flush=True)
+    return "; step 3 is saved"
 def fail():
     raise errors.StorageError("the disk is full")
 with stopping.Stopper() as stop:
@@ -77,7 +78,7 @@ INT, TERM, USR1 = SIGNALS
         ("stuck()", [INT], 130, "Ctrl-C: what did not end"),
         ("stuck()", [TERM], 143, "SIGTERM: what did not end"),
         ("stuck()", [USR1], 143, "SIGUSR1 (a scheduler's notice): what did not end"),
-        ("stop.working()\n    with stop.away(save): stuck()", [TERM], 143, "saved"),
+        ("stop.working()\n    with stop.away(save): stuck()", [TERM], 143, "was left; step 3 is saved"),
         ("stop.working()\n    with stop.away(fail): stuck()", [TERM], 5, "not saved: StorageError: the disk is full"),
         ("stop.working(); stuck()", [INT, INT], 130, ""),
         ("stop.working(); stuck()", [TERM, TERM], 143, ""),
@@ -168,6 +169,23 @@ def test_before_a_run_begins_a_signal_ends_the_command_without_a_traceback(numbe
     process = started("-m", "jaxtrain.main", f"--config={tmp_path / 'slow.py'}")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (exits.CODES[number], "", "")
+
+
+def test_a_loader_that_nobody_can_end_does_not_hold_the_end_up():
+    """Python joins the threads of a pool before it exits."""
+    code = LIGHT.format(body="pass").replace("sys.exit(stop.exit_code)", "") + textwrap.dedent(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        from jaxtrain import exits, main
+        def stopped():
+            ThreadPoolExecutor(1).submit(stuck)
+            return 143
+        exits.PATIENCE, main.main = 0.3, stopped
+        main.command()
+        """
+    )
+    process = started("-c", code)
+    assert process.communicate(timeout=30) == ("stuck\n", "") and process.returncode == 143
 
 
 # With JAX: runs
@@ -268,6 +286,7 @@ def test_out_in_20_seconds_with_everything_saved(stuck, number, tmp_path, throug
         time.sleep(2.0)
     else:
         wait_for(process, "stuck")
+        time.sleep(2.0 if stuck == "a stall" else 0.0)  # what was read ahead is trained on first
     began = time.monotonic()
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
@@ -282,5 +301,7 @@ def test_out_in_20_seconds_with_everything_saved(stuck, number, tmp_path, throug
         assert 10 < saved <= 15  # what came; 10 is the last checkpoint that was due
     else:
         assert saved == (8 if "evaluation" in stuck else None)
+    if stuck in ("own evaluation", "a stall"):
+        assert f"step {saved} is saved" in out
     resumed = run(tmp_path)
     assert same(resumed.state, through.state) and told(resumed) == told(through)
