@@ -80,8 +80,7 @@ def _to_vanishing(fault: Fault, workdir: Path) -> Iterator[str]:
 
 def _names(fault: Fault, ended: Ended, what: str) -> Iterator[str]:
     """The error is one line and says `what`. Around it libraries may say that their writes fail too."""
-    ours = [line for line in ended.errors.splitlines() if line.startswith("jaxtrain: ")]
-    if len(ours) != 1 or what not in ours[0]:
+    if len(ended.complaints) != 1 or what not in ended.complaints[0]:
         yield f"{fault}: expected one line that names {what}{said(ended)}"
 
 

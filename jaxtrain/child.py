@@ -44,6 +44,11 @@ class Ended:
             next((note[key] for note in reversed(self.notes) for key in ("end", "step", "start") if key in note), 0)
         )
 
+    @property
+    def complaints(self) -> list[str]:
+        """What jaxtrain itself said on stderr, one line each, perhaps in the middle of what libraries were saying."""
+        return [text.partition("\n")[0] for text in self.errors.split("jaxtrain: ")[1:]]
+
     def phases(self, name: str) -> list[dict[str, Any]]:
         """Each with `at`, a step, and `seconds`."""
         return [note for note in self.noted("phase") if note["phase"] == name]

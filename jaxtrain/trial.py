@@ -82,7 +82,7 @@ class Trial:
         ended = self.start(self.uninterrupted, seconds=FIRST_SHARE * 60 * self.minutes)
         self.goal = int(ended.first("goal") or 0)
         if ended.exit_code != (ENDED_ITSELF if self.goal else 0):
-            reason = (ended.errors.splitlines() or ["it said nothing"])[-1].removeprefix("jaxtrain: ")
+            reason = (ended.complaints or ended.errors.splitlines() or ["it said nothing"])[-1]
             if ended.exit_code == UserError.exit_code:
                 raise UserError(reason)
             raise JaxtrainError(f"the run fails without any fault (exit code {ended.exit_code}): {reason}")

@@ -229,7 +229,7 @@ GIVEN = {"start": 0, "checkpoints": ["2", "3"]}, {"step": 3, "offset": 0, "ids":
         (Fault("usr1", "3"), ended(143, notes=[*GIVEN, {**GIVEN[1], "step": 4}, FELL]), "last step finished was 4"),
         (Fault("diskfull", "3"), ended(5, "jaxtrain: cannot write WORKDIR/x: full", [FELL]), ""),
         (Fault("diskfull", "3"), ended(5, "jaxtrain: cannot write", [FELL]), "one line that names"),
-        (Fault("readonly", "3"), ended(5, "Traceback\njaxtrain: cannot write WORKDIR/x\nNo", [FELL]), ""),
+        (Fault("readonly", "3"), ended(5, "Tracejaxtrain: cannot write WORKDIR/x\nback", [FELL]), ""),
         (Fault("readonly", "3"), ended(5, "Traceback\nOSError: WORKDIR/x", [FELL]), "one line"),
         (Fault("hang", "3"), ended(4, notes=[FELL]), "no hang.txt"),
         (Fault("second", "3"), ended(0, notes=[FELL, {"second": 2}]), ""),
