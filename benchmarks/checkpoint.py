@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.table import Row
-from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.manifest import Manifest, checksums
+from jaxtrain.storage.checkpoint import Checkpoints
+from jaxtrain.storage.manifest import Manifest, checksums
 
 ARRAYS = 60
 MEGABYTES = 500

@@ -3,7 +3,8 @@
 import pathlib
 import tempfile
 
-from jaxtrain import config, terminal, train
+from jaxtrain import config, train
+from jaxtrain.reporting import terminal
 
 HERE = pathlib.Path(__file__).resolve().parent
 

@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "load_config": ("jaxtrain.config", "load"),
     "base_config": ("jaxtrain.config", "base_config"),
-    "curves": ("jaxtrain.curves", ""),
+    "curves": ("jaxtrain.reporting.curves", ""),
     "load": ("jaxtrain.result", "load"),
     "run": ("jaxtrain.train", "run"),
     "train": ("jaxtrain.train", ""),

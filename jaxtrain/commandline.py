@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Literal, NoReturn, get_origin
 
-from jaxtrain import lookup, schema
+from jaxtrain.config import lookup, schema
+from jaxtrain.config.keys import KEYS, KINDS, Key
 from jaxtrain.errors import UserError
-from jaxtrain.keys import KEYS, KINDS, Key
 
 MODES = ("train", "eval")
 WIDTH = 110

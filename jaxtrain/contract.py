@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxtrain import lookup
+from jaxtrain.config import lookup
 from jaxtrain.data.sources import ArraySource, Spec
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import path_string

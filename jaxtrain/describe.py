@@ -8,10 +8,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxtrain import contract
+from jaxtrain.config.keys import KEYS
+from jaxtrain.config.lookup import options_of
 from jaxtrain.job import Job, build
-from jaxtrain.keys import KEYS
-from jaxtrain.lookup import options_of
-from jaxtrain.report import Facts, parameter_count, parameter_table, render_config
+from jaxtrain.reporting.report import Facts, parameter_count, parameter_table, render_config
 from jaxtrain.supply import NAMES
 
 

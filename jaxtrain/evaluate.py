@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain import distributed, sharding
+from jaxtrain import sharding
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Source
 from jaxtrain.errors import JaxtrainError
+from jaxtrain.machine import distributed
 from jaxtrain.metrics import Count, as_monoids, compute, empty, merge
 
 IN_FLIGHT = 8  # batches handed to the device ahead of it, at most: more would only hold memory

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint import Checkpoints, locate
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job
-from jaxtrain.mirror import fetched
 from jaxtrain.sharding import path_string
+from jaxtrain.storage.checkpoint import Checkpoints, locate
+from jaxtrain.storage.mirror import fetched
 
 TAKEN = ("params", "model_state")
 

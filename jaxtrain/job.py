@@ -11,13 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, devices, judge, lookup, metrics, precision, sharding, supply
-from jaxtrain.config import checked, parse_duration
+from jaxtrain import contract, metrics, precision, sharding, supply
+from jaxtrain.config import checked, lookup, parse_duration
 from jaxtrain.data import damage, order, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
 from jaxtrain.evaluate import Evaluation, Evaluator
+from jaxtrain.loop import judge
+from jaxtrain.machine import devices
 from jaxtrain.step import Parts, Steps
 from jaxtrain.supply import Supply
 

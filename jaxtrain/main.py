@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a command in the user's folder, its mistakes told in one line. Returns the exit code."""
-    from jaxtrain import devices
+    from jaxtrain.machine import devices
 
     devices.quiet()
     if os.getcwd() not in sys.path:  # a user's own "my_lab.nets:unet", also from the installed command
@@ -41,8 +41,9 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None 
 
 def run(argv: Sequence[str]) -> int:
     """The same, with mistakes raised."""
-    from jaxtrain import commandline, devices
+    from jaxtrain import commandline
     from jaxtrain import config as configs
+    from jaxtrain.machine import devices
 
     flags, overrides = commandline.parse(argv)
     config = configs.load(flags.config, overrides)
@@ -58,14 +59,14 @@ def run(argv: Sequence[str]) -> int:
 def default_workdir(spec: str, config: "Config") -> Path:
     """runs/<name of the config file>-<hash of the run keys>: another run gets another folder."""
     from jaxtrain import config as configs
-    from jaxtrain import configfile
+    from jaxtrain.config import configfile
 
     return Path("runs") / f"{configfile.split(spec)[0].stem}-{configs.run_hash(config)}"
 
 
 def complain(error: JaxtrainError) -> None:
     """One line on stderr, red on a terminal."""
-    from jaxtrain import distributed
+    from jaxtrain.machine import distributed
 
     line = f"jaxtrain: {distributed.label()}{' '.join(str(error).split())}"
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jaxtrain import lookup, precision
+from jaxtrain import precision
 from jaxtrain.adapters.functional import Model, Tree
 from jaxtrain.adapters.nnx import from_nnx
+from jaxtrain.config import lookup
 from jaxtrain.errors import UserError
 
 __all__ = ["Model", "build_model", "computing_in", "from_nnx"]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain import lookup
+from jaxtrain.config import lookup
 from jaxtrain.errors import UserError
 from jaxtrain.schedules import StepsOf
 from jaxtrain.sharding import path_string

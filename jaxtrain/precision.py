@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import choices_hint
 
 NAMES = ("auto", "float32", "tensorfloat32", "bfloat16", "float16", "float64")
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import commandline, lookup
+from jaxtrain import commandline
 from jaxtrain import main as entry
+from jaxtrain.config import lookup
 from jaxtrain.data import convert, host, tfds_builder
 from jaxtrain.data.damage import Damage
 from jaxtrain.data.pictures import Pictures

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxtrain import workdir
-from jaxtrain.advance import abstract_sums
-from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import own_names
 from jaxtrain.data import sources
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.job import Job, build
-from jaxtrain.mirror import fetched
+from jaxtrain.loop.advance import abstract_sums
+from jaxtrain.storage import workdir
+from jaxtrain.storage.checkpoint import Checkpoints
+from jaxtrain.storage.mirror import fetched
 
 if TYPE_CHECKING:
     from jaxtrain.model import Model

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxtrain import config as configs
-from jaxtrain import contract, lookup, optim, precision
+from jaxtrain import contract, optim, precision
+from jaxtrain.config import lookup
+from jaxtrain.config.durations import parse_duration
 from jaxtrain.data.augment import Augment, chain, to_unit
 from jaxtrain.data.sources import Dataset, Spec
-from jaxtrain.durations import parse_duration
 from jaxtrain.errors import UserError
 from jaxtrain.optim import Optimizer
 from jaxtrain.step import Parts, Steps

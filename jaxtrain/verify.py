@@ -16,12 +16,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxtrain import commandline, faults, shorten
+from jaxtrain import commandline
 from jaxtrain import config as configs
 from jaxtrain import main as entry
 from jaxtrain.errors import UserError
-from jaxtrain.trial import Trial
-from jaxtrain.verdict import Verdict, table
+from jaxtrain.rehearsal import faults, shorten
+from jaxtrain.rehearsal.trial import Trial
+from jaxtrain.rehearsal.verdict import Verdict, table
 
 KILLS = 3
 

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import tiny
 
-from jaxtrain import devices, distributed, peers, sharding, train
+from jaxtrain import sharding, train
 from jaxtrain.data import sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.errors import JaxtrainError, UserError
+from jaxtrain.machine import devices, distributed, peers
 from jaxtrain.main import guarded
 
 NUMBER = int(os.environ.get("JAX_PROCESS_ID", "0"))

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from jaxtrain import agreement
-from jaxtrain.agreement import Alone, Together, Wishes
-from jaxtrain.stopping import Stopped
+from jaxtrain.loop import agreement
+from jaxtrain.loop.agreement import Alone, Together, Wishes
+from jaxtrain.loop.stopping import Stopped
 
 
 class Store(dict):

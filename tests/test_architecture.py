@@ -12,29 +12,30 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxtrain"
 # From the command line down to the errors. A module imports only from lines below its own, or beside itself.
 ROOMS = """
 verify
-trial
-answers verdict shorten moments
-child
-compare rehearsal
-poison faults
-inflict
+rehearsal.trial
+rehearsal.answers rehearsal.verdict rehearsal.shorten rehearsal.moments
+rehearsal.child
+rehearsal.compare rehearsal.rehearse
+rehearsal.poison rehearsal.faults
+rehearsal.inflict
 prepare main commandline
 train
-describe result initialise restart nonfinite agreement opening
-advance
+loop.loop
+describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening
+loop.advance
 job
 supply
 contract
-profiler behind judge
+loop.profiler loop.behind loop.judge
 evaluate
-mirror
-remote_lease
-checkpoint report environment workdir
-manifest sinks
-watchdog stopping
-curves terminal lease pace due
-panels
-parameters wording
+storage.mirror
+storage.remote_lease
+storage.checkpoint reporting.report storage.environment storage.workdir
+storage.manifest reporting.sinks
+loop.watchdog loop.stopping
+reporting.curves reporting.terminal storage.lease loop.pace loop.due
+reporting.panels
+reporting.parameters reporting.wording
 step
 state tasks tasks.multilabel tasks.regression tasks.segmentation
 tasks.classification
@@ -56,19 +57,20 @@ data.example data.tensorflow_cpu data.indexcache
 data.damage
 data.sources
 data.roles data.order data.augment
-finite
+loop.finite
 flops metrics precision sharding
-devices
-compilecache machine distributed
-cluster peers
+machine.devices
+machine.compilecache machine.hardware machine.distributed
+machine.cluster machine.peers
 config
-overrides configfile
-keys
-lookup
-schema durations
-remote exits
+config.overrides config.configfile
+config.keys
+config.lookup
+config.schema config.durations
+storage.remote exits
 causes
 errors
+loop machine rehearsal reporting storage
 """
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain import lookup
+from jaxtrain.config import lookup
 from jaxtrain.data import augment
 from jaxtrain.errors import UserError
 

@@ -27,9 +27,9 @@ import optax
 import pytest
 import tensorstore
 
-from jaxtrain import checkpoint, manifest
-from jaxtrain.checkpoint import Checkpoints, locate
 from jaxtrain.errors import JaxtrainError, StorageError, UserError
+from jaxtrain.storage import checkpoint, manifest
+from jaxtrain.storage.checkpoint import Checkpoints, locate
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
@@ -578,7 +578,7 @@ def test_the_database_leads_nowhere_else(tmp_path: pathlib.Path, name: str, refu
 WATCHED = """
     import os, sys
     import jax
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.storage.checkpoint import Checkpoints
 
     def read(folder):
         checkpoints = Checkpoints(folder)
@@ -866,7 +866,7 @@ def test_the_log_is_quiet(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixtu
 WRITER = """
     import os, resource, sys
     import jax.numpy as jnp
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.storage.checkpoint import Checkpoints
 
     folder, how = sys.argv[1:]
     tree = lambda step: {"w": jnp.full((1024, 1024), step, jnp.float32), "step": jnp.int32(step)}
@@ -934,7 +934,7 @@ def test_killed_in_mid_save_the_newest_good_one_loads(tmp_path: pathlib.Path) ->
 DISKS = """
     import subprocess, sys
     import jax.numpy as jnp
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.storage.checkpoint import Checkpoints
     from jaxtrain.errors import StorageError
 
     def mount(*arguments):
@@ -976,7 +976,7 @@ def test_a_full_disk_and_a_read_only_one_are_named_and_cost_nothing(tmp_path: pa
 PROCESS = """
     import sys
     import jax, jax.numpy as jnp, numpy as np
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.storage.checkpoint import Checkpoints
 
     rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain import lookup, metrics
+from jaxtrain import metrics
+from jaxtrain.config import lookup
 from jaxtrain.errors import UserError
 from jaxtrain.tasks import Task
 from jaxtrain.tasks.classification import Classification

@@ -9,8 +9,9 @@ import types
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import devices, errors
+from jaxtrain import errors
 from jaxtrain import main as entry
+from jaxtrain.machine import devices
 
 ME = __name__
 CONFIG = f"""
@@ -150,7 +151,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(train, folder, capfd, argv, ex
 
 
 def run_python(program: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
-    repository = pathlib.Path(configs.__file__).resolve().parent.parent
+    repository = pathlib.Path(entry.__file__).resolve().parent.parent
     environment = os.environ | {"PYTHONPATH": str(repository), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)

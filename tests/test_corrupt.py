@@ -13,12 +13,12 @@ from PIL import Image, ImageFile
 from tiny import same
 
 from jaxtrain import train
+from jaxtrain.config.keys import KEYS
 from jaxtrain.data import damage, host, order
 from jaxtrain.data.pictures import decode
 from jaxtrain.data.sources import EncodedSource
 from jaxtrain.data.tfds import tfds
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.keys import KEYS
 from jaxtrain.step import Steps
 
 SIZE, BAD, SHAPE = 30, 7, (8, 8, 3)

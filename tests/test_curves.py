@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain import curves
 from jaxtrain.errors import UserError
-from jaxtrain.report import Report
+from jaxtrain.reporting import curves
+from jaxtrain.reporting.report import Report
 
 HISTORY = [
     {"step": 10, "train/loss": 2.0, "train/accuracy": 0.5, "train/learning_rate": 0.1},

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtrain import devices, machine
 from jaxtrain.config import base_config
 from jaxtrain.errors import UserError
+from jaxtrain.machine import devices, hardware
 
 VARIABLES = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *devices.MEMORY, "JAX_COMPILATION_CACHE_DIR")
 CACHE = (
@@ -283,7 +283,7 @@ MACHINES = [
 @pytest.mark.parametrize(("build", "kind"), MACHINES)
 def test_the_machine_shows_its_accelerator(tmp_path, build, kind):
     build(tmp_path)
-    assert machine.accelerator(tmp_path) == kind
+    assert hardware.accelerator(tmp_path) == kind
 
 
 @pytest.mark.parametrize(("build", "extra"), [(gpu_machine, "jax[cuda12]"), (accelerator_node, "jax[tpu]")])
@@ -303,8 +303,8 @@ def test_a_driver_that_fails_shows_no_gpu(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert machine.gpus() == []
-    assert machine.accelerator(tmp_path) == ""
+    assert hardware.gpus() == []
+    assert hardware.accelerator(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(fresh, tmp_path
 def test_a_new_process_is_quiet_and_stops_for_a_gpu_that_jax_does_not_see(driver):
     driver(1)
     program = (
-        "from jaxtrain import devices\nfrom jaxtrain.config import base_config\n"
+        "from jaxtrain.machine import devices\nfrom jaxtrain.config import base_config\n"
         "from jaxtrain.errors import UserError\n"
         "config = base_config(); config.compile_cache = ''; devices.prepare(config)\n"
         "try:\n    devices.select(config)\n"

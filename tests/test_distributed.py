@@ -16,10 +16,12 @@ import pytest
 import tiny
 from processes import by_hand, environment
 
-from jaxtrain import checkpoint, cluster, devices, distributed, train, workdir
-from jaxtrain.cluster import Place
+from jaxtrain import train
 from jaxtrain.errors import UserError
+from jaxtrain.machine import cluster, devices, distributed
+from jaxtrain.machine.cluster import Place
 from jaxtrain.result import load
+from jaxtrain.storage import checkpoint, workdir
 
 SLURM_TASK = {
     "SLURM_JOB_ID": "4711",

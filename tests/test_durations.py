@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxtrain.durations import is_moment, parse_duration
+from jaxtrain.config.durations import is_moment, parse_duration
 from jaxtrain.errors import UserError
 
 

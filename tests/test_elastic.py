@@ -10,7 +10,7 @@ import peer
 import processes
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.storage.checkpoint import Checkpoints
 
 PIECES = (("model", 2), ("data", -1))
 RULES = (("hidden/kernel", (None, "model")),)

@@ -8,8 +8,8 @@ import types
 import jax
 import pytest
 
-from jaxtrain import environment
 from jaxtrain.errors import StorageError, UserError
+from jaxtrain.storage import environment
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.errors import NonFiniteError
-from jaxtrain.finite import all_finite, refusal
+from jaxtrain.loop.finite import all_finite, refusal
+from jaxtrain.storage.checkpoint import Checkpoints
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64]
 WRONG = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}

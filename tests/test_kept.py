@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 from jaxtrain import train
-from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.result import load
+from jaxtrain.storage.checkpoint import Checkpoints
 
 KEPT = pathlib.Path(__file__).parent / "kept"
 CHANGES = dict(model=dict(name="nets:Dropout"), ema=0.9, optimizer=dict(name="adamw", learning_rate=0.01))

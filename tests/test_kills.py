@@ -5,7 +5,8 @@ import os
 import pytest
 from conftest import REPOSITORY
 
-from jaxtrain import compare, faults, verify
+from jaxtrain import verify
+from jaxtrain.rehearsal import compare, faults
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,10 @@ import time
 import pytest
 import tiny
 
-from jaxtrain import lease, train
+from jaxtrain import train
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.lease import Holder, Lease
+from jaxtrain.storage import lease
+from jaxtrain.storage.lease import Holder, Lease
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FAST = dict(beat=0.1, stale=0.5)
@@ -30,7 +31,7 @@ HOLDS = """
 import os, socket, sys, time
 from pathlib import Path
 from jaxtrain.errors import JaxtrainError
-from jaxtrain.lease import Lease
+from jaxtrain.storage.lease import Lease
 if {host!r}:
     socket.gethostname = lambda: {host!r}
 folder = Path({folder!r})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import pytest
 from flax import nnx
 
-from jaxtrain import lookup, schema
+from jaxtrain.config import lookup, schema
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:

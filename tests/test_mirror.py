@@ -12,10 +12,11 @@ import tiny
 from fsspec.implementations.local import LocalFileSystem
 from tiny import same
 
-from jaxtrain import checkpoint, lease, mirror, remote_lease, train
+from jaxtrain import train
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.remote import Remote
 from jaxtrain.result import load
+from jaxtrain.storage import checkpoint, lease, mirror, remote_lease
+from jaxtrain.storage.remote import Remote
 
 CHANGES = dict(model=dict(name="nets:Dropout"), ema=0.9, schedule=dict(name="linear"))
 CALLS = []  # what the store was asked for: (method, path)

@@ -10,11 +10,13 @@ import pytest
 import tiny
 from tiny import same
 
-from jaxtrain import checkpoint, nonfinite, train
+from jaxtrain import train
 from jaxtrain.data import sources
 from jaxtrain.errors import NonFiniteError, UserError
+from jaxtrain.loop import nonfinite
 from jaxtrain.state import counter
 from jaxtrain.step import Steps
+from jaxtrain.storage import checkpoint
 from jaxtrain.tasks.classification import Classification
 
 BAD_STEP = 14  # whose batch holds the example that makes the trouble

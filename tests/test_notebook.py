@@ -23,8 +23,9 @@ import tiny
 from packaging.requirements import Requirement
 
 import jaxtrain
-from jaxtrain import stopping, train
+from jaxtrain import train
 from jaxtrain.errors import UserError
+from jaxtrain.loop import stopping
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICKSTART = REPOSITORY / "notebooks" / "quickstart.ipynb"

@@ -9,8 +9,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain import lookup, optim
-from jaxtrain.durations import parse_duration
+from jaxtrain import optim
+from jaxtrain.config import lookup
+from jaxtrain.config.durations import parse_duration
 from jaxtrain.errors import UserError
 
 TOTAL = 40

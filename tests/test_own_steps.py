@@ -15,11 +15,12 @@ import tiny
 from conftest import REPOSITORY
 from flax import struct
 
-from jaxtrain import configfile, describe, lookup, supply, train
+from jaxtrain import describe, supply, train
 from jaxtrain import main as entry
+from jaxtrain.config import configfile, lookup
+from jaxtrain.config.keys import KEYS
 from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.initialise import initialised
-from jaxtrain.keys import KEYS
 from jaxtrain.result import load
 from jaxtrain.state import TrainState, counter
 from jaxtrain.step import Steps

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from jaxtrain import pace
-from jaxtrain.pace import IN_FLIGHT, Pace
+from jaxtrain.loop import pace
+from jaxtrain.loop.pace import IN_FLIGHT, Pace
 
 
 class Device:

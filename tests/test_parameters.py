@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.parameters import parameter_count, parameter_table
+from jaxtrain.reporting.parameters import parameter_count, parameter_table
 
 
 def leaf(*shape: int) -> jax.ShapeDtypeStruct:

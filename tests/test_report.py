@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import sinks
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.report import Facts, Pace, Report
+from jaxtrain.reporting import sinks
+from jaxtrain.reporting.report import Facts, Pace, Report
 
 FACTS = Facts(
     run="digits",
@@ -243,7 +243,7 @@ def test_a_workdir_that_cannot_be_made_is_a_storage_error(tmp_path):
 LIMITED = """
 import pathlib, resource, signal, sys
 from jaxtrain.errors import StorageError
-from jaxtrain.report import Report
+from jaxtrain.reporting.report import Report
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 folder = pathlib.Path(sys.argv[1])
@@ -326,7 +326,7 @@ def test_the_summary_tells_results_time_and_places(tmp_path, capsys):
 
 def test_importing_it_imports_nothing_heavy():
     heavy = {"jax", "numpy", "tensorboardX", "tensorflow", "matplotlib", "IPython", "google.protobuf"}
-    code = f"import jaxtrain.report, sys; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import jaxtrain.reporting.report, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

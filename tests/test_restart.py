@@ -7,7 +7,8 @@ import textwrap
 import pytest
 import tiny
 
-from jaxtrain import environment, train
+from jaxtrain import train
+from jaxtrain.storage import environment
 
 
 def warnings(folder):

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import lookup
-from jaxtrain.durations import parse_duration
+from jaxtrain.config import lookup
+from jaxtrain.config.durations import parse_duration
 from jaxtrain.errors import UserError
 
 TOTAL = 40

@@ -11,7 +11,7 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from jaxtrain import schema
+from jaxtrain.config import schema
 
 ROUNDS = Literal["up", "down"]
 ArrayLike = jax.Array | np.ndarray | np.bool_ | np.number | bool | int | float | complex

@@ -18,8 +18,10 @@ import pytest
 import tiny
 from tiny import same
 
-from jaxtrain import checkpoint, exits, stopping, train
+from jaxtrain import exits, train
 from jaxtrain.data import sources
+from jaxtrain.loop import stopping
+from jaxtrain.storage import checkpoint
 
 TESTS = pathlib.Path(__file__).resolve().parent
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -54,7 +56,8 @@ def stuck_in_c():
 
 LIGHT = """
 import ctypes, os, signal, sys, threading, time
-from jaxtrain import errors, stopping
+from jaxtrain import errors
+from jaxtrain.loop import stopping
 stopping.PATIENCE = 0.3
 def stuck():
     print("stuck", flush=True)

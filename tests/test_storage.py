@@ -15,10 +15,11 @@ import pytest
 import tiny
 from tiny import same
 
-from jaxtrain import checkpoint, train
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain import train
 from jaxtrain.errors import StorageError, UserError
 from jaxtrain.result import load
+from jaxtrain.storage import checkpoint
+from jaxtrain.storage.checkpoint import Checkpoints
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -185,7 +186,7 @@ DISK = """
     import nets, tiny
     from test_storage import config, reported
     from jaxtrain import train
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.storage.checkpoint import Checkpoints
     from jaxtrain.errors import StorageError
     from pathlib import Path
 

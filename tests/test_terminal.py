@@ -9,11 +9,11 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxtrain import panels, terminal
 from jaxtrain.errors import UserError
-from jaxtrain.report import Report
-from jaxtrain.terminal import Animated, Plain, Sink, Steady, View, open_terminal, record
-from jaxtrain.wording import Facts, Line, Row, Summary
+from jaxtrain.reporting import panels, terminal
+from jaxtrain.reporting.report import Report
+from jaxtrain.reporting.terminal import Animated, Plain, Sink, Steady, View, open_terminal, record
+from jaxtrain.reporting.wording import Facts, Line, Row, Summary
 
 WIDTHS = [60, 70, 80, 100, 120, 200]
 ESCAPE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")

@@ -11,9 +11,11 @@ import pytest
 import tiny
 from tiny import same
 
-from jaxtrain import checkpoint, train
+from jaxtrain import train
 from jaxtrain.errors import NonFiniteError, UserError
+from jaxtrain.loop import behind
 from jaxtrain.result import load
+from jaxtrain.storage import checkpoint
 
 MODELS = [dict(name="nets:Linear"), dict(name="nets:Dropout")]
 
@@ -243,18 +245,18 @@ def test_evaluating_often_does_not_change_the_parameters():
 def test_the_loop_reads_no_metric_before_its_time(monkeypatch):
     """Metrics of an interval are fetched when the next one is over, or when an evaluation or the end needs them."""
     fetched = []
-    original = train.Behind.flush
+    original = behind.Behind.flush
 
     def counted(self):
         if self._held is not None:
             fetched.append(self._held.step)
         original(self)
 
-    monkeypatch.setattr(train.Behind, "flush", counted)
+    monkeypatch.setattr(behind.Behind, "flush", counted)
     pushed = []
-    push = train.Behind.push
+    push = behind.Behind.push
     monkeypatch.setattr(
-        train.Behind, "push", lambda self, i: (pushed.append((i.step, list(fetched))), push(self, i))[1]
+        behind.Behind, "push", lambda self, i: (pushed.append((i.step, list(fetched))), push(self, i))[1]
     )
     checkpoint = dict(every="", minutes=0.0, keep=1, keep_every="")  # saving needs the log complete
     train.run(tiny.config(eval_every="", total="20st", checkpoint=checkpoint), data=tiny.data())

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from jaxtrain import answers, child, compare, faults, inflict, moments, shorten, verify
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.child import Ended
-from jaxtrain.compare import Batch
+from jaxtrain import verify
 from jaxtrain.config import base_config
 from jaxtrain.errors import UserError
-from jaxtrain.faults import Fault
-from jaxtrain.report import Report
+from jaxtrain.rehearsal import answers, child, compare, faults, inflict, moments, shorten
+from jaxtrain.rehearsal.child import Ended
+from jaxtrain.rehearsal.compare import Batch
+from jaxtrain.rehearsal.faults import Fault
+from jaxtrain.reporting.report import Report
+from jaxtrain.storage.checkpoint import Checkpoints
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_what_is_due_is_due_several_times_and_at_different_steps():
 
 
 def test_a_plan_goes_through_json_and_back():
-    from jaxtrain.rehearsal import Plan
+    from jaxtrain.rehearsal.rehearse import Plan
 
     plan = Plan(("--config=x",), "w", goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
     text = plan.to_json()

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxtrain import exits, train, watchdog
+from jaxtrain import exits, train
 from jaxtrain.data import sources
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.loop import watchdog
+from jaxtrain.loop.watchdog import Watchdog
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 1 / 60  # in minutes
@@ -26,7 +27,7 @@ SECONDS = 1 / 60  # in minutes
 LIGHT = """
 import sys, threading, time
 from pathlib import Path
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.loop.watchdog import Watchdog
 def hangs_here():
     threading.Event().wait(10)
 with Watchdog({minutes}, Path({file!r})) as dog:

@@ -5,7 +5,7 @@ import math
 import pytest
 from ml_collections import ConfigDict
 
-from jaxtrain import wording
+from jaxtrain.reporting import wording
 
 
 @pytest.mark.parametrize(

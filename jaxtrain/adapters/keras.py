@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import lookup
 from jaxtrain.adapters.functional import Model, Named, Tree, arrays, as_before, named, nested, refuse_others
+from jaxtrain.config import lookup
 from jaxtrain.errors import JaxtrainError, UserError
 
 RANDOM = "seed_generator_state"  # what Keras calls the state of each of its random streams

@@ -8,8 +8,8 @@ import flax
 import jax
 from flax import linen
 
-from jaxtrain import lookup
 from jaxtrain.adapters.functional import Model, Tree, arrays, as_before, named, nested
+from jaxtrain.config import lookup
 from jaxtrain.errors import UserError
 
 # How a Linen module's `__call__` is told whether it trains: Flax leaves it to each module, and these are the words.

@@ -23,7 +23,7 @@ from jaxtrain.data import tfds_builder
 from jaxtrain.data.indexcache import stamps
 from jaxtrain.data.records import array_record, compression, masked_crc32c
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.machine import cpu_count
+from jaxtrain.machine.hardware import cpu_count
 
 TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"  # of a shard's name, tfds' default
 _BLOCK = 1 << 16  # bytes read at a time: what is compressed may become a thousand times as long

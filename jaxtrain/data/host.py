@@ -13,7 +13,7 @@ from jaxtrain.data import damage
 from jaxtrain.data.sources import ArraySource, Batch, EncodedSource, Source, Subset, SyntheticSource
 from jaxtrain.data.tensorflow_cpu import tensorflow
 from jaxtrain.errors import UserError
-from jaxtrain.machine import cpu_count
+from jaxtrain.machine.hardware import cpu_count
 
 IdPlan = Callable[[int], np.ndarray]  # step → ids, integers [B], the same B for every step
 

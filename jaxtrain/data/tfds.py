@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config.lookup import nearest
 from jaxtrain.data import roles, tfds_builder
 from jaxtrain.data.damage import Damage
 from jaxtrain.data.indexcache import cached
@@ -18,7 +19,6 @@ from jaxtrain.data.pictures import MODES, Pictures
 from jaxtrain.data.records import ArrayRecords, Compressed, Records, TFRecords, integers
 from jaxtrain.data.sources import Dataset, Source, Spec, subset
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import nearest
 
 _READERS: dict[str, type[TFRecords] | type[ArrayRecords]] = {
     "tfrecord": TFRecords,

@@ -21,10 +21,10 @@ from typing import Any
 
 from absl import logging
 
+from jaxtrain.config.lookup import nearest
 from jaxtrain.data.sources import DataAbsent
 from jaxtrain.data.tensorflow_cpu import tensorflow
 from jaxtrain.errors import StorageError, UserError
-from jaxtrain.lookup import nearest
 
 _NETWORK_SECONDS = 10.0  # after which a host that holds a set's files counts as out of reach
 _NAME = re.compile(r"(?P<name>[a-z_][a-z0-9_]*)(/(?P<config>[\w+\-.]*[\w+\-][\w+\-.]*))?(:(?P<version>[\d.*]+))?")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import choices_hint
 from jaxtrain.models.layers import StochasticDepth, depth_rates, normalisation, picture_shape
 
 # Blocks in each of the four stages, and the width of the first.

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import choices_hint
 
 Norm = Literal["batch", "group", "layer", "none"]
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import choices_hint
 from jaxtrain.models.layers import StochasticDepth, depth_rates, normalisation, picture_shape
 from jaxtrain.models.layers import dropout as dropout_layer
 

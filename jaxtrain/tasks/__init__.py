@@ -12,7 +12,7 @@ from jaxtrain.metrics import Metrics
 class Task(Protocol):
     """The contract. B is the global batch; all but `check` are pure and traced, none is jitted by itself.
 
-    A task is built by name (`jaxtrain.lookup.TASKS`) or as "package.module:attribute"; its options are the
+    A task is built by name (`jaxtrain.config.lookup.TASKS`) or as "package.module:attribute"; its options are the
     keyword arguments of the builder, less `num_classes`, which comes from the data set.
     """
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.lookup import choices_hint
 from jaxtrain.metrics import Mean, Metrics
 
 Batch = Mapping[str, jax.Array]
