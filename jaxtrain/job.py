@@ -59,13 +59,15 @@ class Job:
     def batches(self, start: int = 0, stop: int | None = None) -> Feed:
         """Training batches of steps start, start + 1, …, as sharded arrays. Close it, or use `with`."""
         config, source = self.config, self.sources["train"]
+        varies = isinstance(source, sources.VaryingSource)
         return Feed(
-            source,
+            source.varied(config.seed) if isinstance(source, sources.VaryingSource) else source,
             order.shuffled(config.seed, config.batch_size, len(source)),
             sharding.over_batch(self.mesh),
             start=start,
             stop=stop,
             prefetch=config.prefetch,
+            varies=varies,
             check=self.check,
             kind=config.loader,
             threads=config.threads,

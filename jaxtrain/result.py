@@ -106,7 +106,7 @@ def load(folder: str | Path, *, checkpoint: int | None = None, trust: bool = Fal
     if not trust and (foreign := sorted(own_names(record.config))):
         raise UserError(
             f"the run in {path} is made of {', '.join(foreign)}, code outside jaxtrain, which is only imported if you "
-            "trust who wrote the workdir: load(workdir, trust=True)"
+            "trust who wrote the workdir: load(workdir, trust=True), on the command line --trust"
         )
     spec = Dataset(
         name=str(record.config.data.name),

@@ -18,7 +18,7 @@ rehearsal.child
 rehearsal.compare rehearsal.rehearse
 rehearsal.poison rehearsal.faults
 rehearsal.inflict
-prepare main commandline
+predict prepare main commandline
 train
 loop.loop
 describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening
@@ -49,7 +49,8 @@ optim
 schedules
 data.feed
 data.host
-data data.tfds data.digits
+data.inputs
+data data.tfds data.digits data.folder
 data.convert
 data.pictures data.tfds_builder
 data.records

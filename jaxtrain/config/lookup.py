@@ -38,7 +38,11 @@ TASKS = {
     "regression": "jaxtrain.tasks.regression:Regression",
     "segmentation": "jaxtrain.tasks.segmentation:Segmentation",
 }
-DATASETS = {"digits": "jaxtrain.data.digits:digits", "tfds": "jaxtrain.data.tfds:tfds"}
+DATASETS = {
+    "digits": "jaxtrain.data.digits:digits",
+    "folder": "jaxtrain.data.folder:folder",
+    "tfds": "jaxtrain.data.tfds:tfds",
+}
 AUGMENTATIONS = {
     "colour_jitter": "jaxtrain.data.augment:colour_jitter",
     "crop": "jaxtrain.data.augment:crop",

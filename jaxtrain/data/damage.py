@@ -115,4 +115,5 @@ def _told(source: Source, number: int, cause: Exception) -> str:
 
 
 def _name(source: Source, number: int) -> str:
-    return source.describe(number) if isinstance(source, EncodedSource) else f"example {number}"
+    describe = getattr(source, "describe", None)
+    return str(describe(number)) if describe else f"example {number}"

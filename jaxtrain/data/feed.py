@@ -29,7 +29,8 @@ class Feed(Iterator[dict[str, jax.Array]]):
     "id" and "epoch" (int32 [B]). Ids alone: it has "id" and "mask" (bool [B]), which is False where the id is
     -1; there the arrays hold another example. A source that bears damaged examples has a "mask" in any case, False
     for those too. The plan does not know of devices or processes: each process
-    loads the rows that lie on its devices. `check(batch)` sees each batch as numpy arrays first, and may raise.
+    loads the rows that lie on its devices. `varies`: the source is what a VaryingSource is for training, and is asked
+    for numbers of which the epoch is a part. `check(batch)` sees each batch as numpy arrays first, and may raise.
 
     An exception on the way is raised by `next`. `waited` counts the seconds that the consumer spent in `next`.
     Use it as a context manager, or call `close()`; a feed that is dropped closes itself.
@@ -47,13 +48,14 @@ class Feed(Iterator[dict[str, jax.Array]]):
         prefetch: int = 2,
         threads: int = 0,
         kind: str = "auto",
+        varies: bool = False,
         check: Callable[[Batch], None] = lambda batch: None,
     ):
         rows = _local_rows(sharding, len(_columns(plan(start))["id"]))
         columns = functools.partial(_local_columns, plan, rows)
         loaded = host.batches(
             source,
-            lambda step: np.maximum(columns(step)["id"], 0),
+            lambda step: _numbers(columns(step), len(source) if varies else 0),
             start,
             stop,
             threads=threads,
@@ -161,6 +163,13 @@ def _columns(planned: Any) -> Batch:
     if isinstance(planned, tuple):
         return {"id": planned[0], "epoch": planned[1]}
     return {"id": planned, "mask": planned >= 0}
+
+
+def _numbers(columns: Batch, size: int) -> np.ndarray:
+    """What a source is asked for: ids, or for one that varies by the epoch, in a set of `size`, epoch · size + id."""
+    if size:
+        return columns["epoch"].astype(np.int64) * size + columns["id"]
+    return np.maximum(columns["id"], 0)
 
 
 def _joined(arrays: Batch, columns: Batch) -> Batch:

@@ -68,21 +68,29 @@ def decode(encoded: bytes, shape: tuple[int, ...]) -> np.ndarray:
     Three channels are made of grey, palette or CMYK; one or four must be there. Raises ValueError for a picture of
     another size or kind, and whatever Pillow raises for one that is damaged.
     """
+    with opened(encoded) as picture:
+        if picture.size != (shape[1], shape[0]):
+            raise ValueError(f"the picture is {picture.height}x{picture.width}, expected {shape[0]}x{shape[1]}")
+        return np.asarray(converted(picture, shape[2])).reshape(shape)
+
+
+def opened(encoded: bytes) -> Any:
+    """A Pillow picture. Raises ValueError for what is none of a known kind."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        opened = Image.open(io.BytesIO(encoded))
+        return Image.open(io.BytesIO(encoded))
     except UnidentifiedImageError as error:  # which names an object in memory
         raise ValueError(f"{len(encoded)} bytes that are no picture of a known kind") from error
-    with opened as picture:
-        if picture.size != (shape[1], shape[0]):
-            raise ValueError(f"the picture is {picture.height}x{picture.width}, expected {shape[0]}x{shape[1]}")
-        mode = MODES[shape[2]]
-        convertible = _EIGHT_BIT if shape[2] == 3 else {mode, "1"} if shape[2] == 1 else {mode}
-        if picture.mode not in convertible:
-            raise ValueError(f"the picture is of mode {picture.mode}, expected {mode}")
-        pixels = np.asarray(picture if picture.mode == mode else picture.convert(mode))
-    return pixels.reshape(shape)
+
+
+def converted(picture: Any, channels: int) -> Any:
+    """A Pillow picture of that many channels: three are made of grey, palette or CMYK; one or four must be there."""
+    mode = MODES[channels]
+    convertible = _EIGHT_BIT if channels == 3 else {mode, "1"} if channels == 1 else {mode}
+    if picture.mode not in convertible:
+        raise ValueError(f"the picture is of mode {picture.mode}, expected {mode}")
+    return picture if picture.mode == mode else picture.convert(mode)
 
 
 def _decode_graph(tf: Any, encoded: Any, shape: tuple[int, ...]) -> Any:

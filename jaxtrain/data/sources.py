@@ -63,6 +63,15 @@ class EncodedSource(Source, Protocol):
         """Names one example to the user: the data set, and where in it."""
 
 
+@runtime_checkable
+class VaryingSource(Source, Protocol):
+    """A source whose examples are others in each epoch of training, such as pictures of which a part is drawn."""
+
+    def varied(self, seed: int) -> Source:
+        """The same for training: example `id` of epoch e has number e · len + id (int64), of which alone, and of
+        `seed`, it is a function."""
+
+
 class ArraySource:
     """Arrays in memory or memory-mapped, one example a row; nothing is copied as a whole.
 
