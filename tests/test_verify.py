@@ -1,5 +1,6 @@
 """`jaxtrain.verify` without a process: what --inject says, what is compared, and that every comparison can fail."""
 
+import contextlib
 import json
 import random
 
@@ -11,8 +12,9 @@ from conftest import REPOSITORY
 from jaxtrain import config as configs
 from jaxtrain import verify
 from jaxtrain.config import base_config
+from jaxtrain.config.keys import KEYS
 from jaxtrain.errors import UserError
-from jaxtrain.rehearsal import answers, child, compare, faults, inflict, moments, shorten
+from jaxtrain.rehearsal import answers, child, compare, faults, inflict, moments, rehearse, shorten
 from jaxtrain.rehearsal.child import Ended
 from jaxtrain.rehearsal.compare import Batch
 from jaxtrain.rehearsal.faults import Fault
@@ -330,6 +332,11 @@ def test_a_long_run_is_cut_and_its_schedule_with_it(changes, steps, overrides):
     assert not overrides or adopted.total == "100st"
 
 
+def test_what_verify_sets_is_legal_and_changes_no_result():
+    configs.load("configs/digits.py", shorten.intervals(100))
+    assert {KEYS[text.partition("=")[0]].kind for text in shorten.intervals(100)} == {"place", "view"}
+
+
 def test_what_is_due_is_due_several_times_and_at_different_steps():
     for steps in (10, 40, 200, 3000):
         every = {text.split("=")[0]: text.split("=")[1] for text in shorten.intervals(steps)}
@@ -337,12 +344,19 @@ def test_what_is_due_is_due_several_times_and_at_different_steps():
         assert steps / saved >= 5 and steps / told >= 3 and saved != told
 
 
-def test_a_plan_goes_through_json_and_back():
-    from jaxtrain.rehearsal.rehearse import Plan
+def test_all_that_is_wrapped_is_where_the_run_takes_it_from(monkeypatch):
+    """The training code knows nothing of the rehearsal, so nothing but this tells that a function has moved."""
+    wrapped = []
+    monkeypatch.setattr(rehearse, "_wrap", lambda owner, name, around: wrapped.append((owner, name)))
+    stage = rehearse.Stage(rehearse.Plan((), "", poison=()))
+    rehearse.arrange(stage, contextlib.ExitStack())
+    assert len(wrapped) == 10 and [name for owner, name in wrapped if not callable(getattr(owner, name, None))] == []
 
-    plan = Plan(("--config=x",), "w", goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
+
+def test_a_plan_goes_through_json_and_back():
+    plan = rehearse.Plan(("--config=x",), "w", goal=7, fault=Fault("kill", "checkpoint", 5, 0.25), poison=(4,))
     text = plan.to_json()
-    assert Plan.from_json(text) == plan and json.loads(text)["goal"] == 7
+    assert rehearse.Plan.from_json(text) == plan and json.loads(text)["goal"] == 7
 
 
 def test_the_documents_tell_every_fault_as_the_table_does():

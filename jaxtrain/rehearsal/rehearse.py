@@ -115,24 +115,29 @@ class Stage:
             self.note(**told)
 
 
-def arrange(stage: Stage) -> None:
-    """Wraps what marks where a run is. Imports JAX, before whose import `devices.quiet` must have run."""
+def arrange(stage: Stage, rest: contextlib.ExitStack) -> None:
+    """Wraps what marks where a run is; the phase of its end lasts until `rest` is closed.
+
+    Imports JAX, before whose import `devices.quiet` must have run.
+    """
     from jaxtrain import supply, train
     from jaxtrain.data.feed import Feed
     from jaxtrain.job import Job
+    from jaxtrain.loop import loop
     from jaxtrain.rehearsal import poison
     from jaxtrain.storage.checkpoint import Checkpoints
 
     _wrap(train, "build", _within(stage, "data"))
     _wrap(Job, "evaluate", _within(stage, "evaluation"))
-    _wrap(train.Loop, "run", functools.partial(_run, stage))
+    _wrap(loop.Loop, "run", functools.partial(_run, stage))
     batches = _Batches(stage)
-    _wrap(train, "plain_advance", batches.advanced)
+    _wrap(loop, "plain_advance", batches.advanced)
     _wrap(Job, "batches", batches.opened)
     _wrap(Feed, "__next__", batches.taken)
     saves = _Saves(stage)
     _wrap(Checkpoints, "save", saves.begun)
     _wrap(Checkpoints, "_finish", saves.finished)
+    _wrap(train, "finish", functools.partial(_ended, stage, rest))
     if stage.plan.poison is not None:
         _wrap(supply, "for_step", poison.poisonable)
 
@@ -163,6 +168,12 @@ def _run(stage: Stage, original: Callable[..., Any], loop: Any) -> Any:
     if stage.plan.goal and stage.step >= stage.plan.goal:
         inflict.sigterm(stage.plan)
     return original(loop)
+
+
+def _ended(stage: Stage, rest: contextlib.ExitStack, original: Callable[..., Any], *args: Any) -> Any:
+    stage.note(end=stage.step)
+    rest.enter_context(stage.phase("end"))
+    return original(*args)
 
 
 class _Batches:
@@ -260,19 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan.from_json((sys.argv[1:] if argv is None else argv)[0])
     stage = Stage(plan)
     devices.quiet()
-    with stage.phase("any"):
-        arrange(stage)
-        from jaxtrain import train
-
-        with contextlib.ExitStack() as rest:
-
-            def finish(original: Callable[..., Any], *args: Any) -> Any:
-                stage.note(end=stage.step)
-                rest.enter_context(stage.phase("end"))
-                return original(*args)
-
-            _wrap(train, "finish", finish)
-            return entry.main(list(plan.arguments))
+    with stage.phase("any"), contextlib.ExitStack() as rest:
+        arrange(stage, rest)
+        return entry.main(list(plan.arguments))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def shortened(config: ConfigDict, most: int) -> tuple[int, list[str]]:
 def intervals(steps: int) -> list[str]:
     """Overrides by which much happens within few steps, and not at the same ones. None changes the result.
 
-    On GPUs a step gives the same bits every time only where it is told to.
+    On GPUs a step gives the same bits every time only where it is told to. Each run is a process of its own, also where
+    a cluster started several.
     """
     return [
         f"checkpoint.every={max(2, steps // 9)}st",
@@ -43,6 +44,7 @@ def intervals(steps: int) -> list[str]:
         "max_minutes=0",
         "tensorboard=true",
         "deterministic=true",
+        "distributed=off",
         "terminal=plain",
     ]
 
