@@ -67,8 +67,8 @@ class Trial:
         if planned and not self.befallen:
             raise UserError(f"{self.minutes:g} minutes are not enough for a single kill; --minutes=… gives more")
         rows = (
+            compare.batches(first.batches, batches, steps),  # what differs here makes the rest differ
             *compare.states(self.uninterrupted, self.resumed),
-            compare.batches(first.batches, batches, steps),
             compare.lines(self.uninterrupted, self.resumed),
             compare.events(self.uninterrupted, self.resumed),
         )
