@@ -96,7 +96,7 @@ def _run(
         old = workdirs.read(folder) if folder else None  # again: another run may have come and gone in the meantime
         restart.continued(config, folder, old, mode, objects)
         report = stack.enter_context(open_report(job, folder))
-        stop.say = ending.say = report.say if distributed.is_first() else exits.say
+        stop.say = report.say if distributed.is_first() else exits.say
         ending.last = [report.close]
         if lease:
             report.may_write = lease.check

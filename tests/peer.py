@@ -117,24 +117,48 @@ def diverge(folder):
     train.run(config, folder, data=tiny.data())
 
 
-class Broken(sources.ArraySource):
-    """Cannot be read by process 1 from some time on."""
+class Faulty(sources.ArraySource):
+    """Does something else in process 1 from one batch on."""
 
-    calls = 0
+    def __init__(self, arrays, fault, after):
+        super().__init__(arrays)
+        self.fault, self.left = fault, after
 
     def get(self, ids):
-        self.calls += 1
-        if NUMBER == 1 and self.calls > 20:
-            raise UserError("example 7 cannot be decoded")
+        self.left -= 1
+        if NUMBER == 1 and self.left < 0:
+            self.fault()
         return super().get(ids)
 
 
-def broken(folder):
+def with_fault(folder, fault, after=20, **changes):
     data = tiny.data()
     roles = dict(data.open())
-    roles["train"] = Broken(roles["train"].get(np.arange(64)))
-    dataset = sources.Dataset("broken", data.spec, 10, data.class_names, lambda: roles)
-    train.run(tiny.config(total="100000st", eval_every=""), folder, data=dataset)
+    roles["train"] = Faulty(roles["train"].get(np.arange(64)), fault, after)
+    dataset = sources.Dataset("faulty", data.spec, 10, data.class_names, lambda: roles)
+    result = train.run(tiny.config(total="100000st", eval_every="", **changes), folder, data=dataset)
+    sys.exit(result.exit_code)
+
+
+def broken(folder):
+    def fault():
+        raise UserError("example 7 cannot be decoded")
+
+    with_fault(folder, fault)
+
+
+def stuck(folder):
+    """Process 1 is told to end while it waits for its first batch, which never comes."""
+
+    def fault():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+
+    with_fault(folder, fault, after=0)
+
+
+def hanging(folder):
+    with_fault(folder, lambda: time.sleep(1000), hang_minutes=0.1)
 
 
 def another(folder):

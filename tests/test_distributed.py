@@ -288,9 +288,20 @@ def test_an_error_in_one_process_ends_both_with_its_exit_code(scenario, reason, 
     began = time.monotonic()
     first, second = peer(scenario, tmp_path)
     assert time.monotonic() - began < 60 and (first.code, second.code) == (2, 2)
-    assert f"process 1 failed, and with it the run: {reason}" in " ".join((first.out + first.err).split())
+    assert f"process 1 failed, and with it the run: {reason}" in first.err
     assert f"jaxtrain: process 1: {reason}" in second.err
     assert "Traceback" not in first.err + second.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "code", "said"),
+    [("stuck", 143, "process 1 failed, and with it the run: ended: SIGTERM"), ("hanging", 4, "the run hangs and ends")],
+)
+def test_what_ends_one_process_from_outside_ends_both(scenario, code, said, tmp_path):
+    first, second = peer(scenario, tmp_path)
+    assert (first.code, second.code) == (code, code), first.err + second.err
+    assert said in first.err
 
 
 @pytest.mark.slow

@@ -38,12 +38,11 @@ class Ending:
     """A context manager around a run, one in each process. `client` None: the only process, and nothing happens.
 
     An exception that leaves it in one process ends all of them; without one, it is left when all have come to its end.
-    `say` is told why another process ends this one, and `last` is called before, as `exits.leave` does.
+    Where another process ends this one, `last` is called before, as `exits.leave` does.
     """
 
     def __init__(self, client: Any, key: str, number: int, processes: int, meet: Callable[[], None]):
         self._client, self._key, self._number, self._processes, self._meet = client, key, number, processes, meet
-        self.say: Callable[[str], None] = exits.say
         self.last: list[Callable[[], object]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="jaxtrain-peers", daemon=True)
@@ -79,7 +78,7 @@ class Ending:
             if not self._over.is_set():
                 text = f"process {who} failed, and with it the run: {line}"
                 heard = functools.partial(self._heard, self._processes if self._number == 0 else 0)
-                exits.leave(code, functools.partial(self.say, text), *self.last, heard)
+                exits.leave(code, functools.partial(exits.say, text), *self.last, heard)
 
     def _lost(self, error: BaseException) -> HangError:
         """What to raise for a collective that broke; a peer that says itself why ends this process instead."""
