@@ -86,7 +86,7 @@ def _run(
         resumed, notes = restart.continued(config, folder, old, mode, objects)
         job = build(resumed, **objects)
         job.rehearse()
-        agreement.refuse_another_run(job, folder)
+        agreement.begin(job, folder)
         refuse_rollback_to_nowhere(job, folder)
         stack.enter_context(precision.scope(job.policy))
         watchdog = stack.enter_context(Watchdog(config.hang_minutes))

@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import config as configs
 from jaxtrain import exits
@@ -182,10 +185,32 @@ def reached(own: Callable[[], Wishes]) -> Alone:
     return Together(own, distributed.store(), key, distributed.number(), processes, distributed.meet)
 
 
-def refuse_another_run(job: Job, workdir: Path | None) -> None:
-    """Raises UserError in a process that was started with another config than process 0, or sees other data."""
+def begin(job: Job, workdir: Path | None) -> None:
+    """Returns when all processes are here, with the same run, and their devices have found each other.
+
+    Raises UserError in a process that was started with another config than process 0, or sees other data.
+    """
     if distributed.processes() == 1:
         return
+    _refuse_another_run(job, workdir)
+    # The first collective of a group of devices waits for half a minute only (gloo), and then the run is over. Now all
+    # are here; later, one may still compile.
+    distributed.meet()
+    axes = job.mesh.axis_names
+    for group in [axes, *((axis,) for axis in axes)]:
+        jax.block_until_ready(_summed(job.mesh, group))
+    multihost_utils.broadcast_one_to_all(np.int32(0))  # the groups in which orbax saves
+
+
+def _summed(mesh: Mesh, group: tuple[str, ...]) -> jax.Array:
+    """A sum over these axes of the mesh."""
+    each = PartitionSpec(mesh.axis_names)
+    ones = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, each), lambda at: np.ones(1, np.int32))
+    add = functools.partial(jax.lax.psum, axis_name=group)
+    return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=each, out_specs=each, check_vma=False))(ones)
+
+
+def _refuse_another_run(job: Job, workdir: Path | None) -> None:
     own = _facts(job, workdir)
     there = distributed.from_first(own)
     differing = [f"{key} {there.get(key)!r} → {own.get(key)!r}" for key in own if own[key] != there.get(key)]
