@@ -22,7 +22,7 @@ The same command resumes its run. Any key below is set with --config.KEY=VALUE; 
 model, optimizer, …) with --config.PART.OPTION=VALUE: options are the parameters of the builder that the part
 names, and `--config=FILE --print` shows them all.
 
-exit codes: 0 done; 2 a mistake, told in one line; 3 NaN or infinity; 4 a hang; 5 storage;
+exit codes: 0 done; 2 a mistake, told in one line; 3 NaN or infinity; 4 a hang or a lost process; 5 storage;
 130, 143 stopped by Ctrl-C, by SIGTERM or SIGUSR1
 """
 
