@@ -425,3 +425,19 @@ def test_a_batch_without_pictures_is_refused(name):
 def test_mixing_wants_labels(build):
     with pytest.raises(UserError, match="batch.'label'.*image"):
         build()(key_of(), {"image": batch_of()["image"]})
+
+
+@pytest.mark.parametrize("one", [augment.flip(), augment.crop(3)], ids=["flip", "crop"])
+def test_a_map_of_labels_moves_with_the_picture(one):
+    batch = batch_of(channels=1, dtype=np.uint8)
+    batch["label"] = batch["image"][..., 0].astype(jnp.int32)
+    out = jax.jit(one)(key_of(), batch)
+    assert not bool((out["image"] == batch["image"]).all())
+    same(out["label"], out["image"][..., 0].astype(jnp.int32))
+
+
+@pytest.mark.parametrize("one", [augment.crop(3, mode="constant"), augment.mixup(), augment.cutmix()])
+def test_a_map_of_labels_is_refused_where_it_would_become_wrong(one):
+    batch = batch_of() | {"label": jnp.zeros((B, H, W), jnp.int32)}
+    with pytest.raises(UserError, match="labels"):
+        jax.eval_shape(one, key_of(), batch)

@@ -1,9 +1,10 @@
 """Augmentation as pure device functions: `augment(key, batch) -> batch`.
 
 Each builder below checks its options once and returns such a function. A batch is a dict of arrays; an
-augmentation reads `image` [B, H, W, C] and, to mix pictures, `label` int32 [B]; every other entry passes
-untouched. All randomness is drawn for the whole global batch from one threefry key, a draw per example, so
-that what happens to an example depends on the key and its row and not on how many devices hold the batch.
+augmentation reads `image` [B, H, W, C] and, to mix pictures, `label` int32 [B]; where `label` is a map [B, H, W],
+a class for each pixel, it moves with the picture. Every other entry passes untouched. All randomness is drawn
+for the whole global batch from one threefry key, a draw per example, so that what happens to an example depends
+on the key and its row and not on how many devices hold the batch.
 Evaluation has no key (None): what draws refuses to run there. Nothing is jitted here: the train step is.
 
 Pictures are floating, in [0, 1] (see `to_unit`), where an augmentation does arithmetic on them; flip, crop
@@ -64,7 +65,11 @@ def flip(p: float = 0.5) -> Augment:
     def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
         image = _image("flip", batch)
         (draw,) = _draws("flip", key, 1, image)
-        return {**batch, "image": jnp.where(_per_example(draw < p), image[:, :, ::-1], image)}
+
+        def mirrored(picture: jax.Array) -> jax.Array:
+            return jnp.where((draw < p).reshape(-1, *[1] * (picture.ndim - 1)), picture[:, :, ::-1], picture)
+
+        return {**batch, **{name: mirrored(batch[name]) for name in _moving(batch)}}
 
     return augment
 
@@ -80,20 +85,26 @@ def crop(padding: int = 4, mode: str = "reflect") -> Augment:
 
     def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
         image = _image("crop", batch)
-        _, height, width, channels = image.shape
+        _, height, width, _ = image.shape
         if mode == "reflect" and padding >= min(height, width):
             raise UserError(
                 f"crop: padding={padding} reflects past a picture of {height}x{width}, "
                 f"expected at most {min(height, width) - 1}: pad less or use mode='constant'"
             )
-        padded = jnp.pad(image, ((0, 0), (padding, padding), (padding, padding), (0, 0)), mode=mode)
+        if mode == "constant" and "label" in _moving(batch):
+            raise UserError("crop: mode='constant' pads the map of labels with a class: use mode='reflect'")
         top, left = _whole(_draws("crop", key, 2, image), 2 * padding + 1)
 
         # One gather of windows: on a CPU, a one-hot matmul takes 4 times as long, and rounds on other devices.
         def window(picture: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(picture, (row, column, jnp.int32(0)), (height, width, channels))
+            rest = picture.shape[2:]
+            return jax.lax.dynamic_slice(picture, (row, column, *[jnp.int32(0)] * len(rest)), (height, width, *rest))
 
-        return {**batch, "image": jax.vmap(window)(padded, top, left)}
+        def cut(pictures: jax.Array) -> jax.Array:
+            sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))[: pictures.ndim]
+            return jax.vmap(window)(jnp.pad(pictures, sides, mode=mode), top, left)
+
+        return {**batch, **{name: cut(batch[name]) for name in _moving(batch)}}
 
     return augment
 
@@ -233,6 +244,8 @@ def _partners(part: str, batch: Batch) -> tuple[jax.Array, jax.Array]:
     if "label" not in batch:
         raise UserError(f"{part}: needs batch['label'], found {sorted(batch)}: mix labelled pictures only")
     image, label = batch["image"], batch["label"].astype(jnp.int32)
+    if label.ndim != 1:
+        raise UserError(f"{part}: mixes pictures of one label each, found labels {list(label.shape)}: leave it out")
     other_image, other_label = jnp.roll(image, 1, axis=0), jnp.roll(label, 1, axis=0)
     if "mask" not in batch:
         return other_image, other_label
@@ -295,6 +308,11 @@ def _channels(name: str, values: Sequence[float], image: jax.Array) -> np.ndarra
             f"give 1 or {image.shape[-1]}"
         )
     return np.asarray(values, image.dtype).reshape(1, 1, 1, -1)
+
+
+def _moving(batch: Batch) -> list[str]:
+    """The arrays of a batch that move as the picture does."""
+    return ["image", *(["label"] if "label" in batch and batch["label"].ndim == 3 else [])]
 
 
 def _per_example(values: jax.Array) -> jax.Array:

@@ -78,7 +78,7 @@ def tfds(
         class_names=tuple(classes.names),
         open=open_tfds,
         present=lambda: tfds_builder.is_prepared(builder),
-        sizes=_sizes(splits, **shares),
+        sizes={role: min(size, limit or size) for role, size in _sizes(splits, **shares).items()},
     )
 
 

@@ -181,9 +181,10 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, query: jax.Array | None = None) -> jax.Array:
         """[B, N, width], and queries [B, M, width] where they are not those of x itself, to [B, M, width]."""
         query = x if query is None else query
-        found = jax.nn.dot_product_attention(
-            self._split(self.query(query)), self._split(self.key(x)), self._split(self.value(x))
-        )
+        heads = self._split(self.query(query)), self._split(self.key(x)), self._split(self.value(x))
+        # JAX takes its logits to float32 by a promotion, which it refuses itself where promotion is strict.
+        with jax.numpy_dtype_promotion("standard"):
+            found = jax.nn.dot_product_attention(*heads)
         return self.out(found.reshape(query.shape))
 
     def _split(self, x: jax.Array) -> jax.Array:
