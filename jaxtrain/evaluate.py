@@ -6,7 +6,7 @@ Where the source bears damaged examples, those count as `corrupt`, in the open.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -34,7 +34,7 @@ class Evaluation:
     source: Source
     step: EvalStep | None  # None: a function of the user's instead
     every: Fraction | None  # interval in steps; None: only when asked
-    function: Callable[..., dict[str, float]] | None = None  # (predict, source) -> values
+    function: Callable[..., dict[str, float | str]] | None = None  # (predict, source) -> values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +67,16 @@ class Evaluator:
         state: Any,
         predict: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
         interrupt: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
-        """{"<name>/<metric>": value}. `interrupt` may raise to leave: it is called before each batch and after them, or
-        once before a function of the user's.
+    ) -> dict[str, Any]:
+        """{"<name>/<metric>": value}, numbers; of a function of the user's also texts.
+
+        `interrupt` may raise to leave: it is called before each batch and after them, or once before such a function.
 
         Of several processes all must call it; a user's function runs in each, and process 0's values count.
         """
         if evaluation.function is not None:
             interrupt()
-            values = evaluation.function(predict, evaluation.source)
+            values: Mapping[str, Any] = evaluation.function(predict, evaluation.source)
         else:
             values = self._exact(evaluation, state, interrupt)
         values = distributed.from_first(dict(values))  # what a user's function found may differ

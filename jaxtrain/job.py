@@ -159,10 +159,14 @@ class Job:
         return dict(_evaluations(self))
 
     def evaluate(self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The values of one named evaluation."""
-        predict = functools.partial(self.predict, state)
+        """The values of one named evaluation. A user's function also gets `job` and `state` where it names them."""
+        predict, found = functools.partial(self.predict, state), self.evaluations[name]
+        if found.function is not None:
+            known, takes = {"job": self, "state": state}, lookup.parameters(found.function)
+            given = {each: known[each] for each in known if each in takes}
+            found = dataclasses.replace(found, function=functools.partial(found.function, **given))
         with precision.scope(self.policy):
-            return self.evaluator(self.evaluations[name], state, predict, interrupt)
+            return self.evaluator(found, state, predict, interrupt)
 
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
         """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N.
@@ -279,7 +283,8 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
         other = lookup.build(source, lookup.DATASETS, "data set").open()
         found = other.get("test") or other.get("validation") or other["train"]
     if "fn" in wanted:
-        return Evaluation(name, found, None, every, lookup.resolve(wanted["fn"], {}, "evaluation function"))
+        function = lookup.resolve(wanted["fn"], lookup.EVALUATIONS, "evaluation function")
+        return Evaluation(name, found, None, every, function)
     if "task" in wanted:
         return Evaluation(name, found, _with_task(job, name, wanted["task"]).evaluate, every)
     if job.steps.evaluate is None:

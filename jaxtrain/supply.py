@@ -96,7 +96,7 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
     if task is None or isinstance(task, (str, Mapping)):
         task = lookup.build(task or config.task, lookup.TASKS, "task", **supplied)
     batch = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in given.spec.items()}
-    raw = task.inputs(batch)
+    raw = jax.eval_shape(task.inputs, batch)
     example = jax.eval_shape(lambda batch: task.inputs(given.preprocess(None, to_unit(batch))), batch)
     supplied["num_classes"] = getattr(task, "num_outputs", given.num_classes)
     supplied["input_shape"] = tuple(raw.shape[1:]) if hasattr(raw, "shape") else None

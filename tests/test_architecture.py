@@ -18,7 +18,7 @@ rehearsal.child
 rehearsal.compare rehearsal.rehearse
 rehearsal.poison rehearsal.faults
 rehearsal.inflict
-predict prepare main commandline
+predict prepare main sample commandline
 train
 loop.loop
 describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening
@@ -37,26 +37,30 @@ reporting.curves reporting.terminal storage.lease loop.pace loop.due
 reporting.panels
 reporting.parameters reporting.wording
 step
-state tasks tasks.multilabel tasks.regression tasks.segmentation
+state tasks tasks.language_modelling tasks.multilabel tasks.regression tasks.segmentation tasks.sequence_classification
 tasks.classification
 tasks.calibration tasks.confusion
 model
 adapters adapters.keras adapters.linen adapters.nnx
 adapters.functional
-models models.cnn models.convnext models.mlp models.resnet models.unet models.vit models.wideresnet
+models models.cnn models.convnext models.decoder models.encoder models.mlp models.resnet models.rnn models.unet
+models.vit models.wideresnet
+models.transformer
 models.layers
 optim
 schedules
 data.feed
 data.host
 data.inputs
-data data.tfds data.digits data.folder
+data.csv
+data.text
+data data.tfds data.digits data.folder data.tokens
 data.convert
 data.pictures data.tfds_builder
 data.records
 data.example data.tensorflow_cpu data.indexcache
 data.damage
-data.sources
+data.sources data.vocabulary
 data.roles data.order data.augment
 loop.finite
 flops metrics precision sharding

@@ -292,7 +292,7 @@ def _evaluation(name: str, given: Any) -> dict[str, Any]:
     if "fn" in value and "task" in value:
         raise UserError(f"{where} has both a task and a fn; take one")
     if "fn" in value:
-        lookup.resolve(value["fn"], {}, "evaluation function")
+        lookup.resolve(value["fn"], lookup.EVALUATIONS, "evaluation function")
     if "task" in value:
         value["task"] = lookup.checked(value["task"], lookup.TASK, f"{where}.task")
     if value.get("source", "train") not in ROLES:

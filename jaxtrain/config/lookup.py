@@ -26,23 +26,35 @@ EMPTY = inspect.Parameter.empty
 MODELS = {
     "cnn": "jaxtrain.models.cnn:CNN",
     "convnext": "jaxtrain.models.convnext:ConvNeXt",
+    "encoder": "jaxtrain.models.encoder:Encoder",
+    "gpt": "jaxtrain.models.decoder:Decoder",
+    "llama": "jaxtrain.models.decoder:llama",
     "mlp": "jaxtrain.models.mlp:MLP",
     "resnet": "jaxtrain.models.resnet:ResNet",
+    "rnn": "jaxtrain.models.rnn:RNN",
+    "rnn_classifier": "jaxtrain.models.rnn:RNNClassifier",
     "unet": "jaxtrain.models.unet:UNet",
     "vit": "jaxtrain.models.vit:ViT",
     "wideresnet": "jaxtrain.models.wideresnet:WideResNet",
 }
 TASKS = {
     "classification": "jaxtrain.tasks.classification:Classification",
+    "language_modelling": "jaxtrain.tasks.language_modelling:LanguageModelling",
     "multilabel": "jaxtrain.tasks.multilabel:MultiLabel",
     "regression": "jaxtrain.tasks.regression:Regression",
     "segmentation": "jaxtrain.tasks.segmentation:Segmentation",
+    "sequence_classification": "jaxtrain.tasks.sequence_classification:SequenceClassification",
 }
 DATASETS = {
+    "csv": "jaxtrain.data.csv:csv",
     "digits": "jaxtrain.data.digits:digits",
     "folder": "jaxtrain.data.folder:folder",
+    "speakers": "jaxtrain.data.text:speakers",
+    "text": "jaxtrain.data.text:text",
     "tfds": "jaxtrain.data.tfds:tfds",
+    "tokens": "jaxtrain.data.tokens:tokens",
 }
+EVALUATIONS = {"sample": "jaxtrain.sample:report"}
 AUGMENTATIONS = {
     "colour_jitter": "jaxtrain.data.augment:colour_jitter",
     "crop": "jaxtrain.data.augment:crop",

@@ -76,15 +76,16 @@ class Report:
         self._synthetic = facts.synthetic
         self._each(lambda sink: sink.header(facts))
 
-    def write(self, step: int, scalars: Mapping[str, float], *, best: bool = False) -> None:
+    def write(self, step: int, scalars: Mapping[str, float | str], *, best: bool = False) -> None:
         """Reports scalars (floats, under the names above) of the state that step number `step` made.
 
-        `best` marks a validation that beats all before it.
+        A text among them is said, and not kept. `best` marks a validation that beats all before it.
         """
         self.may_write()
         if not self._agreed:
             self.cut(sys.maxsize)
-        values = {sys.intern(name): float(number) for name, number in scalars.items()}
+        texts = {name: text for name, text in scalars.items() if isinstance(text, str)}
+        values = {sys.intern(name): float(number) for name, number in scalars.items() if name not in texts}
         if any(name.startswith("train/") for name in values):
             values = self._timed(step, values) | self._memory.read(time.monotonic())
         values["time/unix"] = round(time.time(), 3)
@@ -92,6 +93,8 @@ class Report:
         self._pause_for_first(line.evaluations())
         self.history.append(record_of(line))
         self._each(lambda sink: sink.write(line))
+        for name, text in texts.items():
+            self.say(f"{name} of step {step:,}:\n{text}")
 
     def say(self, text: str) -> None:
         """A note that stays."""
