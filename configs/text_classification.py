@@ -14,7 +14,7 @@ Variant, not measured: `:model=rnn_classifier`.
 from jaxtrain.config import base_config
 
 
-def get_config(model: str = "encoder", width: int = 64, epochs: int = 20, smoke: bool = False):
+def get_config(model: str = "encoder", width: int = 64, epochs: int = 10, smoke: bool = False):
     config = base_config()
     config.data = dict(name="speakers", dataset="tiny_shakespeare", length=256)
     config.task = dict(name="sequence_classification", label_smoothing=0.1)
