@@ -35,7 +35,8 @@ def measure(rounds: int = ROUNDS, steps: int = STEPS) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         source = _source(Path(folder), BATCH * steps)
         for loader in LOADERS:
-            near, far = _interleaved(partial(_first, source, 0, loader), partial(_first, source, FAR, loader), rounds)
+            first = partial(_first, source, loader)
+            near, far = _interleaved(partial(first, 0), partial(first, FAR), 4 * rounds)
             detail = f"{1e3 * statistics.median(far):.1f} ms ÷ {1e3 * statistics.median(near):.1f} ms, loader {loader}"
             yield Row("first batch at step 1,000,000 ÷ at step 0", _ratio(far, near), 1.1, detail)
         raw, in_order = partial(_raw, source, steps), partial(_in_order, source, steps)
@@ -54,16 +55,19 @@ def _compared(name: str, ours: Callable[[], float], theirs: Callable[[], float],
 
 
 def _interleaved(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each, in turn, so that whatever else the machine does hits both; the first turn warms up."""
-    turns = [(one(), other()) for _ in range(rounds + 1)][1:]
-    return [turn[0] for turn in turns], [turn[1] for turn in turns]
+    """Seconds of each, in turn and either first, so that whatever else the machine does hits both."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for place, measured in [(0, one), (1, other)][:: 1 if turn % 2 else -1]:
+            seconds[place].append(measured())
+    return seconds[0][1:], seconds[1][1:]  # the first turn warms up
 
 
 def _ratio(over: list[float], under: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def _first(source: Pictures, step: int, loader: str) -> float:
+def _first(source: Pictures, loader: str, step: int) -> float:
     plan = order.shuffled(0, BATCH, len(source))  # which remembers what it planned
     began = time.perf_counter()
     with Feed(source, plan, SingleDeviceSharding(jax.devices()[0]), start=step, kind=loader) as feed:
