@@ -49,6 +49,8 @@ models.transformer
 models.layers
 optim
 schedules
+weights weights.families weights.hub
+weights.files weights.names
 data.feed
 data.host
 data.inputs

@@ -29,6 +29,8 @@ OTHER = {
     "model": dict(name=f"{ME}:Net", width=16),
     "step": f"{ME}:own_step",
     "init_from": "runs/other",
+    "init_head": "new",
+    "init_positions": "resample",
     "optimizer": dict(name="sgd", learning_rate=0.1, momentum=0.9),
     "schedule": dict(name="cosine", warmup="5st"),
     "clip_norm": 1.0,

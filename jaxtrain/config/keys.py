@@ -96,7 +96,13 @@ KEYS = {
     "task": Key(dict(name="classification"), "run", "losses and metrics", PART, part=lookup.TASK),
     "model": Key(dict(name="cnn"), "run", "network", PART, part=lookup.MODEL),
     "step": Key(dict(name="supervised"), "run", "the whole train step", PART, part=lookup.STEP),
-    "init_from": Key("", "run", "workdir or checkpoint folder whose parameters to start from"),
+    "init_from": Key(
+        "", "run", "whose parameters to start from: workdir, checkpoint, .safetensors, .pt or hf://owner/name"
+    ),
+    "init_head": Key("same", "run", "from there too, or drawn anew (other classes)", Literal["same", "new"]),
+    "init_positions": Key(
+        "same", "run", "of a ViT: from there, or resampled to this size of pictures", Literal["same", "resample"]
+    ),
     # Optimisation
     "optimizer": Key(
         dict(name="adamw", learning_rate=1e-3),
