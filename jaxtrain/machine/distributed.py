@@ -144,7 +144,8 @@ def _connect(place: Place, seconds: float) -> None:
             f"{who} cannot meet the others at {place.address}: {str(error).splitlines()[0]}; if the port is taken, "
             "set JAX_COORDINATOR_PORT, or the port in JAX_COORDINATOR_ADDRESS, to another"
         ) from error
-    peers.on_abort(f"process {place.number}: another one died, or was silent for {peers.SILENCE} s; {peers.AGAIN}")
+    lost = f"as it does where another one died or was silent for {peers.SILENCE} s"
+    peers.on_abort(f"process {place.number}: JAX aborted it (see above), {lost}; {peers.AGAIN}")
 
 
 def _wait_for_first(place: Place, who: str, seconds: float, check: str) -> float:
