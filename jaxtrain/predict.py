@@ -21,7 +21,10 @@ from jaxtrain.errors import StorageError, UserError
 
 FLAGS = {
     "workdir": ("DIR", "of the run: a folder or URL"),
-    "input": ("PATH", "what to predict on: a folder of pictures, a picture, .npy, .npz or .csv"),
+    "input": (
+        "PATH",
+        "what to predict on: a folder of pictures, a picture, .npy, .npz, .csv or .txt (a text in each line)",
+    ),
     "output": ("FILE", "the CSV to write; by default it is printed"),
     "checkpoint": ("STEP", "of the checkpoint to take; by default the newest good one"),
 }

@@ -171,3 +171,24 @@ def test_pictures_of_any_size_where_the_run_was_on_a_folder(tmp_path, capsys):
     assert predict.main([f"--workdir={tmp_path / 'run'}", f"--input={tmp_path / 'set' / 'cat' / '3.png'}"]) == 0
     (row,) = table(capsys.readouterr().out)
     assert row["input"] == "3.png" and row["class"] in ("cat", "dog")
+
+
+@pytest.mark.slow
+def test_texts_by_line_or_column(tmp_path, capsys):
+    rows = [f"{'good day' if k % 2 else 'bad night'} {k},{'up' if k % 2 else 'down'}" for k in range(40)]
+    (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    data = dict(name="csv", file="train.csv", dir=str(tmp_path), length=16)
+    model = dict(name="encoder", width=16, depth=1, heads=2)
+    config = tiny.config(data=data, model=model, task="sequence_classification", total="2st", test="no", devices=1)
+    train.run(config, tmp_path / "run")
+    (tmp_path / "in.txt").write_text("good day 77\n\nbad night\n")
+    capsys.readouterr()
+    assert predict.main([f"--workdir={tmp_path / 'run'}", f"--input={tmp_path / 'in.txt'}"]) == 0
+    lines = table(capsys.readouterr().out)
+    assert [row["input"] for row in lines] == ["0", "1", "2"] and {row["class"] for row in lines} <= {"up", "down"}
+    (tmp_path / "in.csv").write_text("id,text\n1,good day 77\n2,\n3,bad night\n")
+    assert predict.main([f"--workdir={tmp_path / 'run'}", f"--input={tmp_path / 'in.csv'}"]) == 0
+    assert table(capsys.readouterr().out) == lines
+    (tmp_path / "in.txt").write_bytes(b"gr\xfcn\n")
+    assert predict.main([f"--workdir={tmp_path / 'run'}", f"--input={tmp_path / 'in.txt'}"]) == 2
+    assert "no text in UTF-8" in capsys.readouterr().err

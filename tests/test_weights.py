@@ -26,6 +26,8 @@ SMALL = {  # a model of each family as small as it goes, on pictures of 32×32
     "resnet": dict(name="resnet", depth=18, width=8, stem="imagenet"),
     "bottleneck": dict(name="resnet", depth=50, width=8, stem="imagenet"),
     "vit": dict(name="vit", size="Ti", patch=8, width=16, depth=2, heads=2),
+    "gpt": dict(name="gpt", width=16, depth=2, heads=2, context=32),
+    "llama": dict(name="llama", width=16, depth=2, heads=4, kv_heads=2, hidden=40),
 }
 CASES = [(name, library) for name, part in SMALL.items() for library in families.FAMILIES[part["name"]]]
 
@@ -275,12 +277,32 @@ def vit_hugging_face(torch, name):
     return transformers.ViTForImageClassification(about), SMALL[name]
 
 
+def gpt2(torch, name):
+    transformers = pytest.importorskip("transformers", reason="parity with Hugging Face needs transformers")
+    about = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=10, n_positions=32)
+    return transformers.GPT2LMHeadModel(about), SMALL[name]
+
+
+def llama(torch, name):
+    transformers = pytest.importorskip("transformers", reason="parity with Hugging Face needs transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=10)
+    about = transformers.LlamaConfig(**sizes, intermediate_size=40, rms_norm_eps=1e-5)
+    return transformers.LlamaForCausalLM(about), SMALL[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", ["safetensors", "pt"])
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(resnet, "resnet"), (resnet, "bottleneck"), (vit_timm, "vit"), (vit_hugging_face, "vit")],
-    ids=["resnet18", "resnet50", "vit of timm", "vit of Hugging Face"],
+    [
+        (resnet, "resnet"),
+        (resnet, "bottleneck"),
+        (vit_timm, "vit"),
+        (vit_hugging_face, "vit"),
+        (gpt2, "gpt"),
+        (llama, "llama"),
+    ],
+    ids=["resnet18", "resnet50", "vit of timm", "vit of Hugging Face", "gpt2", "llama"],
 )
 def test_logits_are_those_of_pytorch(make, name, saved, tmp_path):
     torch = pytest.importorskip("torch", reason="parity with PyTorch needs torch, which jaxtrain does not")
@@ -317,9 +339,11 @@ def test_logits_are_those_of_pytorch(make, name, saved, tmp_path):
     library, entries = families.matching(part["name"], shapes, tensors)
     tree = nested(imported(entries, tensors))
     x = np.random.default_rng(0).normal(size=(4, 32, 32, 3)).astype(np.float32)
+    if name in ("gpt", "llama"):
+        x = np.random.default_rng(0).integers(0, 10, (4, 12))
     with jax.default_matmul_precision("highest"):
         found, _ = model.apply(tree["params"], tree.get("model_state", {}), jnp.asarray(x), key=None, train=False)
-    expected = net(torch.from_numpy(x).permute(0, 3, 1, 2))
+    expected = net(torch.from_numpy(x) if x.ndim == 2 else torch.from_numpy(x).permute(0, 3, 1, 2))
     expected = getattr(expected, "logits", expected).detach().numpy()
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected, atol=1e-4)

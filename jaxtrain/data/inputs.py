@@ -1,20 +1,23 @@
 """Files to predict on: pictures, arrays or tables, as the arrays that a model was trained on, a batch at a time."""
 
+import contextlib
 import csv
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from jaxtrain.data import folder, pictures
 from jaxtrain.data.sources import Batch, Spec
+from jaxtrain.data.text import padded
+from jaxtrain.data.vocabulary import vocabulary
 from jaxtrain.errors import UserError
 
 Rows = Iterator[tuple[list[str], Batch]]  # what to call each example, and their arrays [B, ...]
-KINDS = "a folder of pictures, a picture, .npy, .npz or .csv"
+KINDS = "a folder of pictures, a picture, .npy, .npz, .csv, or .txt with a text in each line"
 
 
 def read(path: Path, spec: Spec, data: Mapping[str, Any], size: int) -> Rows:
@@ -27,6 +30,8 @@ def read(path: Path, spec: Spec, data: Mapping[str, Any], size: int) -> Rows:
     if not path.exists():
         raise UserError(f"--input={path} is not there; expected {KINDS}")
     suffix = path.suffix.lower()
+    if "length" in spec and suffix in (".csv", ".txt"):
+        return _texts(path, spec, data, size)
     if path.is_dir() or suffix in folder.SUFFIXES:
         return _pictures(path, spec, data, size)
     readers: dict[str, Callable[[Path, Spec, int], Rows]] = {".npy": _array, ".npz": _arrays, ".csv": _table}
@@ -102,7 +107,7 @@ def _table(path: Path, spec: Spec, size: int) -> Rows:
         raise UserError(f"--input={path} holds numbers; this model learnt from {_inputs(spec)}")
     ((name, field),) = fields.items()
     wanted = math.prod(field.shape)
-    with path.open(newline="", encoding="utf-8") as file:
+    with _opened(path) as file:
         lines = csv.reader(file)
         header = next(lines, [])
         columns = [place for place, title in enumerate(header) if title != "label"]
@@ -116,6 +121,29 @@ def _table(path: Path, spec: Spec, size: int) -> Rows:
                 [str(number - 2) for number, _ in some],
                 {name: np.array(values, field.dtype).reshape(-1, *field.shape)},
             )
+
+
+def _texts(path: Path, spec: Spec, data: Mapping[str, Any], size: int) -> Rows:
+    """Texts to be classified: the lines of a file, or the column of a table that training took them from."""
+    words = vocabulary(data.get("tokenizer", ""))
+    title = data.get("text", "text")
+    with _opened(path) as file:
+        table = csv.DictReader(file) if path.suffix.lower() == ".csv" else None
+        if table is not None and title not in (table.fieldnames or ()):
+            raise UserError(f"--input={path} has no column {title!r}; it has {', '.join(table.fieldnames or ['none'])}")
+        lines = (line.rstrip("\r\n") for line in file) if table is None else (row[title] or "" for row in table)
+        for some in _batched(enumerate(lines), size):
+            tokens = [found for found, _ in words.encode([line.encode() for _, line in some])]
+            yield [str(number) for number, _ in some], padded(tokens, spec["tokens"].shape[0])
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield file
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"--input={path} is no text in UTF-8 ({error}); convert it") from error
 
 
 def _numbers(path: Path, number: int, line: Sequence[str], columns: Sequence[int]) -> list[float]:

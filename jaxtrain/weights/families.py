@@ -60,7 +60,56 @@ VIT_HUGGING_FACE = NameMap(
     ),
 )
 
-FAMILIES = {"resnet": (RESNET,), "vit": (VIT_TIMM, VIT_HUGGING_FACE)}  # config.model.name -> who has published weights
+
+def _gpt2(prefix: str) -> NameMap:
+    return NameMap(
+        "Hugging Face",
+        (
+            Rule("embedding", f"{prefix}wte", "embedding"),
+            Rule("positions", f"{prefix}wpe", "embedding"),
+            Rule(r"stack/blocks/(\d+)/attention_norm", lambda b: f"{prefix}h.{b}.ln_1", "norm"),
+            Rule(r"stack/blocks/(\d+)/attention/query", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (0, 3)),
+            Rule(r"stack/blocks/(\d+)/attention/key", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (1, 3)),
+            Rule(r"stack/blocks/(\d+)/attention/value", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (2, 3)),
+            Rule(r"stack/blocks/(\d+)/attention/out", lambda b: f"{prefix}h.{b}.attn.c_proj", "conv1d"),
+            Rule(r"stack/blocks/(\d+)/feed_norm", lambda b: f"{prefix}h.{b}.ln_2", "norm"),
+            Rule(r"stack/blocks/(\d+)/feed/up", lambda b: f"{prefix}h.{b}.mlp.c_fc", "conv1d"),
+            Rule(r"stack/blocks/(\d+)/feed/down", lambda b: f"{prefix}h.{b}.mlp.c_proj", "conv1d"),
+            Rule("norm", f"{prefix}ln_f", "norm"),
+            Rule("head", "lm_head", "linear"),
+        ),
+        counted=r".*\.attn\.(masked_)?bias",  # the causal mask, kept as a tensor
+    )
+
+
+GPT2 = _gpt2("transformer.")
+GPT2_BARE = _gpt2("")  # as it was first published
+_BLOCK = "model.layers"
+LLAMA = NameMap(
+    "Hugging Face",
+    (
+        Rule("embedding", "model.embed_tokens", "embedding"),
+        Rule(r"stack/blocks/(\d+)/attention_norm", lambda b: f"{_BLOCK}.{b}.input_layernorm", "norm"),
+        Rule(r"stack/blocks/(\d+)/attention/query", lambda b: f"{_BLOCK}.{b}.self_attn.q_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/attention/key", lambda b: f"{_BLOCK}.{b}.self_attn.k_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/attention/value", lambda b: f"{_BLOCK}.{b}.self_attn.v_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/attention/out", lambda b: f"{_BLOCK}.{b}.self_attn.o_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/feed_norm", lambda b: f"{_BLOCK}.{b}.post_attention_layernorm", "norm"),
+        Rule(r"stack/blocks/(\d+)/feed/gate", lambda b: f"{_BLOCK}.{b}.mlp.gate_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/feed/up", lambda b: f"{_BLOCK}.{b}.mlp.up_proj", "linear"),
+        Rule(r"stack/blocks/(\d+)/feed/down", lambda b: f"{_BLOCK}.{b}.mlp.down_proj", "linear"),
+        Rule("norm", "model.norm", "norm"),
+        Rule("head", "lm_head", "linear"),
+    ),
+    counted=r".*\.rotary_emb\.inv_freq",
+)
+
+FAMILIES = {  # config.model.name -> the libraries that have published weights
+    "resnet": (RESNET,),
+    "vit": (VIT_TIMM, VIT_HUGGING_FACE),
+    "gpt": (GPT2, GPT2_BARE),
+    "llama": (LLAMA,),
+}
 
 
 def matching(model: str, ours: Mapping[str, Any], theirs: Collection[str]) -> tuple[NameMap, list[Entry]]:

@@ -13,6 +13,8 @@ LEAVES = {  # kind of layer -> our leaf -> theirs
     "conv": {"kernel": "weight", "bias": "bias"},
     "linear": {"kernel": "weight", "bias": "bias"},
     "norm": {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"},
+    "embedding": {"embedding": "weight"},
+    "conv1d": {"kernel": "weight", "bias": "bias"},  # GPT-2's: a linear layer the other way round
     "array": {"": ""},
 }
 AXES = {"conv": (3, 2, 0, 1), "linear": (1, 0)}  # of a kernel of ours among theirs: [H, W, in, out] -> [out, in, H, W]
@@ -22,7 +24,7 @@ AXES = {"conv": (3, 2, 0, 1), "linear": (1, 0)}  # of a kernel of ours among the
 class Rule:
     """A kind of layer. `ours` is a regular expression of its path, whose numbers `theirs` gets.
 
-    `part` (k, n): ours is the k-th of n that theirs holds one after the other along its first axis.
+    `part` (k, n): ours is the k-th of n that theirs holds one after the other along its axis of outputs.
     """
 
     ours: str
@@ -39,6 +41,7 @@ class Entry:
     theirs: str
     axes: tuple[int, ...] | None  # from ours to theirs
     part: tuple[int, int]
+    axis: int  # of theirs, along which the parts lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,8 @@ class NameMap:
                 if found:
                     theirs = rule.theirs if isinstance(rule.theirs, str) else rule.theirs(*map(int, found.groups()))
                     axes = AXES.get(rule.kind) if own == "kernel" else None
-                    return Entry(name, f"{theirs}.{other}" if other else theirs, axes, rule.part)
+                    axis = -1 if rule.kind == "conv1d" else 0
+                    return Entry(name, f"{theirs}.{other}" if other else theirs, axes, rule.part, axis)
         raise UserError(f"{self.library} has no name for {name}: this option of the model is none of its own")
 
 
@@ -73,20 +77,23 @@ def imported(entries: list[Entry], tensors: Mapping[str, np.ndarray]) -> dict[st
 def exported(entries: list[Entry], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Their tensors out of ours: `imported` backwards."""
     parts: dict[str, dict[int, np.ndarray]] = {}
+    axis = {entry.theirs: entry.axis for entry in entries}
     for entry in entries:
         array = np.asarray(arrays[entry.ours])
         array = array if entry.axes is None else array.transpose(entry.axes)
         parts.setdefault(entry.theirs, {})[entry.part[0]] = array
-    return {name: np.concatenate([some[k] for k in sorted(some)]) for name, some in parts.items()}
+    return {
+        name: np.concatenate([some[k] for k in sorted(some)], axis[name]) if len(some) > 1 else some[0]
+        for name, some in parts.items()
+    }
 
 
 def _ours(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     place, count = entry.part
-    if len(tensor) % count:
-        raise UserError(f"{entry.theirs} is {list(tensor.shape)}, expected {count} equal parts of its first axis")
     if count > 1:
-        size = len(tensor) // count
-        tensor = tensor[place * size : (place + 1) * size]
+        if not tensor.ndim or tensor.shape[entry.axis] % count:
+            raise UserError(f"{entry.theirs} is {list(tensor.shape)}, expected {count} equal parts of its outputs")
+        tensor = np.split(tensor, count, entry.axis)[place]
     if entry.axes is None:
         return tensor
     if tensor.ndim != len(entry.axes):
