@@ -73,6 +73,7 @@ def driver(tmp_path, monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """A process in which JAX has not started and no variable is set."""
+    jax.devices()  # the tests' own, with the flags they need
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that what `prepare` sets is undone
         monkeypatch.delenv(name)

@@ -183,7 +183,7 @@ KEYS = {
     "max_rollbacks": Key(10, "place", "rollbacks before the run stops", rule=NOT_NEGATIVE),
     # View
     "report_every": Key("50st", "view", "between two lines of metrics", rule=DURATION),
-    "eval_every": Key("1ep", "view", "between two evaluations on validation; '': only at the end", rule=INTERVAL),
+    "eval_every": Key("1ep", "view", "between two evaluations on validation; '': never", rule=INTERVAL),
     "evals": Key(
         {},
         "view",
