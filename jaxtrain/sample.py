@@ -154,7 +154,7 @@ def report(predict: Any, source: Any, *, job: Job, state: Any) -> dict[str, Any]
     words, sampler = words_of(job), Sampler(job, Sampling())
     prompt = source.get(np.arange(1))["tokens"][0][: max(1, sampler.room // 8)].tolist()
     drawn = list(_until_end(sampler.tokens(state, prompt), words, DURING_TRAINING))
-    text = words.decode([*prompt, *(token for token, _ in drawn)])
+    text = words.decode([*prompt, *(token for token, _ in drawn if token != words.end)])
     return {"text": text, "entropy": -float(np.mean([value for _, value in drawn]))}
 
 
@@ -201,7 +201,8 @@ def _print(words: Vocabulary, text: list[int], drawn: Iterator[tuple[int, float]
     """Shows the text as it grows; a character once all of its bytes are there."""
     shown = ""
     for token, _ in drawn:
-        text.append(token)
+        if token != words.end:
+            text.append(token)
         now = words.decode(text)
         if not now.endswith("\ufffd"):
             print(now.removeprefix(shown), end="", flush=True)
