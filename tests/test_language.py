@@ -382,9 +382,8 @@ def corpus(tmp_path):
     return dict(name="text", files="a.txt", dir=str(tmp_path), window=16)
 
 
-@pytest.mark.parametrize(
-    "model", [SMALL_GPT | dict(context=16), pytest.param(dict(name="rnn", width=8), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SMALL_GPT | dict(context=16), dict(name="rnn", width=8)])
 def test_a_run_learns_writes_and_is_sampled_from(model, corpus, tmp_path, capsys):
     """A text in the log and a number in the metrics; then the command: twice the same, another seed another."""
     config = config_of(model)
