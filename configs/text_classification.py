@@ -4,11 +4,11 @@
 
 Hardware: 2 cores of an AMD EPYC, no accelerator
 Time: not measured yet; the length is meant for 8 minutes or less
-Accuracy: not measured yet, on the fixed stratified test tenth
+Accuracy: not measured yet
 Runs: 0
 
 A CSV: `--config.data=csv --config.data.file=reviews.csv --config.data.length=256`, with columns text and label.
-Variant, not measured: `:model=rnn_classifier`.
+The test tenth is fixed and stratified. Variant, not measured: `:model=rnn_classifier`.
 """
 
 from jaxtrain.config import base_config

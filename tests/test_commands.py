@@ -17,6 +17,8 @@ from jaxtrain.config import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
+QUICK = {"digits.py", "fashion_mnist.py", "gpt.py", "vit.py"}  # to compile; the others run with the slow tests
+RUNS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 
 def command(*arguments, cwd=ROOT, **environment):
@@ -27,7 +29,7 @@ def command(*arguments, cwd=ROOT, **environment):
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", RUNS)
 def test_smoke_trains_evaluates_saves_and_is_done_when_run_again(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR", str(ROOT.parent / "shared" / "tfds")))
@@ -44,7 +46,7 @@ def test_smoke_trains_evaluates_saves_and_is_done_when_run_again(name, tmp_path,
     assert "already finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", RUNS)
 def test_smoke_without_the_data_is_synthetic_and_says_so(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "empty"))

@@ -281,7 +281,7 @@ def test_hasattr_works_on_a_config():
         ("model", dict(name=f"{ME}:Net", rates=(1, "x")), ["config.model.rates", "a tuple of float"]),
         ("model", dict(name=f"{ME}:Net", num_classes=3), ["no option 'num_classes'"]),
         ("task", "classify", ["unknown task 'classify'", "classification"]),
-        ("data", "mnist", ["unknown data set 'mnist'", "digits, tfds"]),
+        ("data", "mnist", ["unknown data set 'mnist'", "digits, ", "tfds"]),
         ("data", dict(name="tfds"), ["data set 'tfds' needs dataset", "config.data.dataset"]),
         ("augment", ("flip", "crp"), ["unknown augmentation 'crp'", "'crop'"]),
         (

@@ -77,7 +77,7 @@ def test_a_model_of_ones_own(model, width):
         (functools.partial(Net, num_classes=3), r"\[16, 3\], expected \[batch, 10\]"),
         (lambda rngs: 5, "is no flax.nnx.Module"),
         (Net(num_classes=10, input_shape=(8, 8, 1), rngs=nnx.Rngs(0)), "Net is an object; give its class"),
-        (5, "a int; expected a Model"),
+        (5, "makes a int; expected .* a Model, a pair"),
     ],
 )
 def test_a_model_that_does_not_fit(model, said):
