@@ -9,7 +9,7 @@ Runs: not measured yet
 
 `photos/class/picture.jpg`; weights as torchvision, timm or Hugging Face publish them, a file or hf://owner/name. The
 head is new and learns at the full rate, the rest the slower the nearer to the picture (a factor of `decay` a layer:
-Howard and Ruder, 2018; Bao et al., "BEiT", 2021); `frozen=yes` trains the head alone. No pretrained weights were at hand.
+Howard and Ruder, 2018; Bao et al., "BEiT", 2021); `frozen=yes` trains the head alone. No weights were at hand.
 """
 
 from jaxtrain.config import base_config
