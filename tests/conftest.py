@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 
 # Tests compile the same small programs again and again: each of them once a session is enough.
 CACHE = tempfile.mkdtemp(prefix="jaxtrain-tests-")
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "default::PendingDeprecationWarning:(?!jaxtrain).*",
     ):
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Else a process keeps all programs of all modules; XLA once aborted one late in the slow tests."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
