@@ -256,6 +256,12 @@ def test_a_store_without_conditional_writes_says_that_it_cannot_guard(tmp_path, 
     assert "nothing guards it" in capsys.readouterr().err
 
 
+def test_a_store_that_does_not_answer_is_not_taken_for_one_that_cannot_guard(tmp_path, monkeypatch):
+    monkeypatch.setattr(Bucket, "left", 0)
+    with pytest.raises(StorageError, match="lease.json: ConnectionError: the network is down"):
+        run(url(tmp_path / "there"), total="2st")
+
+
 # A mount that refuses
 
 

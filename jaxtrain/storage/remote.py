@@ -1,5 +1,6 @@
 """A folder that can only put, get, list and delete whole files: an object store, or a mount that refuses the rest."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -53,11 +54,13 @@ class Remote:
     def create(self, path: str, data: bytes) -> bool | None:
         """Writes a file only if there is none: True if it did, False if there is one, None if the store cannot tell."""
         try:
-            self._files.pipe_file(self._path(path), data, mode="create")
-        except FileExistsError:
-            return False
-        except (NotImplementedError, TypeError, ValueError, OSError):
-            return None
+            self._tried(path, lambda: self._files.pipe_file(self._path(path), data, mode="create"))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            if _is_refusal(error.__cause__):
+                return None
+            raise  # a store that does not answer is no store without conditional writes
         return True
 
     def upload(self, source: Path, path: str) -> None:
@@ -84,6 +87,12 @@ class Remote:
         except Exception as error:  # every backend of fsspec has errors of its own
             said: Any = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise StorageError(f"{self.url}/{path}: {str(said).splitlines()[0][:200]}") from error
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a backend says that it has no conditional writes, by Python's word for that or the system's."""
+    unable = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+    return isinstance(error, (NotImplementedError, TypeError, ValueError)) or getattr(error, "errno", None) in unable
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
