@@ -68,7 +68,7 @@ def _ratio(over: list[float], under: list[float]) -> float:
 
 
 def _first(source: Pictures, loader: str, step: int) -> float:
-    plan = order.shuffled(0, BATCH, len(source))  # which remembers what it planned
+    plan = order.Shuffled((0,), BATCH, len(source))  # which remembers what it planned
     began = time.perf_counter()
     with Feed(source, plan, SingleDeviceSharding(jax.devices()[0]), start=step, kind=loader) as feed:
         jax.block_until_ready(next(feed))
@@ -77,7 +77,7 @@ def _first(source: Pictures, loader: str, step: int) -> float:
 
 def _raw(source: Pictures, steps: int) -> float:
     """In one thread."""
-    plan = order.shuffled(0, BATCH, len(source))
+    plan = order.Shuffled((0,), BATCH, len(source))
     began = time.perf_counter()
     for step in range(steps):
         source.records(plan(step)[0])
@@ -85,7 +85,7 @@ def _raw(source: Pictures, steps: int) -> float:
 
 
 def _decoded(source: Pictures, steps: int, loader: str) -> float:
-    plan = order.shuffled(0, BATCH, len(source))
+    plan = order.Shuffled((0,), BATCH, len(source))
     began = time.perf_counter()
     for _ in host.batches(source, lambda step: plan(step)[0], 0, steps, kind=loader):
         pass

@@ -62,7 +62,7 @@ class Job:
         varies = isinstance(source, sources.VaryingSource)
         return Feed(
             source.varied(config.seed) if isinstance(source, sources.VaryingSource) else source,
-            order.shuffled(config.seed, config.batch_size, len(source)),
+            order.Shuffled((config.seed,), config.batch_size, len(source)),
             sharding.over_batch(self.mesh),
             start=start,
             stop=stop,

@@ -72,7 +72,7 @@ def opened(folder, **options):
 
 
 def loaded(source, loader, threads=2, batch=10):
-    plan = order.shuffled(3, batch, len(source))
+    plan = order.Shuffled((3,), batch, len(source))
     return list(host.batches(source, lambda step: plan(step)[0], 0, 6, kind=loader, threads=threads))
 
 

@@ -71,7 +71,7 @@ def pictures(tmp_path):
 @pytest.mark.parametrize("threads", (1, 2, 5))
 @pytest.mark.parametrize("source", (numbered(), subset(numbered(99), np.arange(SIZE)), Slow()))
 def test_batches_follow_the_plan_whatever_the_threads(source, threads):
-    plan = order.shuffled(3, 8, SIZE)
+    plan = order.Shuffled((3,), 8, SIZE)
     found = host.batches(source, lambda step: plan(step)[0], 4, 15, threads=threads)
     labels = [batch["label"].tolist() for batch in found]
     assert labels == [order.ids(3, step, 8, SIZE)[0].tolist() for step in range(4, 15)]
@@ -80,7 +80,7 @@ def test_batches_follow_the_plan_whatever_the_threads(source, threads):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size, threads", ((8, 1), (32, 3), (13, 2)))
 def test_both_ways_of_decoding_give_the_same_bits(pictures, kind, batch_size, threads):
-    plan = order.shuffled(1, batch_size, len(pictures))
+    plan = order.Shuffled((1,), batch_size, len(pictures))
     found = host.batches(pictures, lambda step: plan(step)[0], 2, 7, threads=threads, kind=kind)
     count = 0
     for step, batch in enumerate(found, start=2):
@@ -145,7 +145,7 @@ def test_arrays_are_read_by_any_loader(kind):
 
 @pytest.mark.parametrize("devices", (1, 2, 8))
 def test_a_training_batch_is_the_plans_on_any_number_of_devices(devices):
-    with Feed(numbered(), order.shuffled(5, 16, SIZE), over_devices(devices), start=3, stop=9) as feed:
+    with Feed(numbered(), order.Shuffled((5,), 16, SIZE), over_devices(devices), start=3, stop=9) as feed:
         batches = list(feed)
     assert len(batches) == 6
     for step, batch in enumerate(batches, start=3):
@@ -172,14 +172,14 @@ def test_an_evaluation_batch_has_a_mask():
 @pytest.mark.parametrize("batch_size, devices", ((12, 8), (1, 2)))
 def test_a_batch_that_does_not_divide_is_refused(batch_size, devices):
     with pytest.raises(UserError, match=f"a batch of {batch_size} does not divide"):
-        Feed(numbered(), order.shuffled(0, batch_size, SIZE), over_devices(devices))
+        Feed(numbered(), order.Shuffled((0,), batch_size, SIZE), over_devices(devices))
 
 
 @pytest.mark.parametrize("kind, source", (("auto", numbered()), ("threads", Slow(delay=0))))
 def test_a_distant_start_is_as_quick_as_the_first(kind, source):
     def seconds(start: int) -> float:
         began = time.perf_counter()
-        with Feed(source, order.shuffled(0, 8, SIZE), over_devices(1), start=start, kind=kind) as feed:
+        with Feed(source, order.Shuffled((0,), 8, SIZE), over_devices(1), start=start, kind=kind) as feed:
             assert np.array_equal(next(feed)["id"], order.ids(0, start, 8, SIZE)[0])
         return time.perf_counter() - began
 
@@ -205,7 +205,7 @@ def test_check_sees_host_batches_and_may_refuse():
         if len(seen) == 2:
             raise UserError("label 99 of example 3")
 
-    with Feed(numbered(), order.shuffled(0, 8, SIZE), over_devices(1), check=check) as feed:
+    with Feed(numbered(), order.Shuffled((0,), 8, SIZE), over_devices(1), check=check) as feed:
         next(feed)
         with pytest.raises(UserError, match="label 99"):
             next(feed)
@@ -214,7 +214,7 @@ def test_check_sees_host_batches_and_may_refuse():
 
 @pytest.mark.parametrize("source", (numbered(), Slow(delay=0)))
 def test_closing_is_prompt_while_the_producer_waits(source):
-    feed = Feed(source, order.shuffled(0, 8, SIZE), over_devices(1), prefetch=1)
+    feed = Feed(source, order.Shuffled((0,), 8, SIZE), over_devices(1), prefetch=1)
     next(feed)
     time.sleep(0.05)  # the buffer is full
     began = time.monotonic()
@@ -236,7 +236,7 @@ def test_closing_frees_a_consumer_that_waits():
 
 
 def test_a_feed_that_is_dropped_ends_its_threads():
-    next(Feed(numbered(), order.shuffled(0, 8, SIZE), over_devices(1)))
+    next(Feed(numbered(), order.Shuffled((0,), 8, SIZE), over_devices(1)))
     gc.collect()
     assert not [t for t in threading.enumerate() if t.name == "jaxtrain-feed"]
 
@@ -247,7 +247,7 @@ def test_prefetch_is_bounded():
     def check(batch):
         loaded.append(1)
 
-    with Feed(numbered(), order.shuffled(0, 8, SIZE), over_devices(1), prefetch=3, check=check):
+    with Feed(numbered(), order.Shuffled((0,), 8, SIZE), over_devices(1), prefetch=3, check=check):
         time.sleep(0.2)
         assert len(loaded) <= 4  # three in the buffer, one that waits for room
 
@@ -256,7 +256,7 @@ def test_waited_counts_what_the_consumer_lost():
     with Feed(Slow(delay=0.05), lambda step: np.array([2]), over_devices(1), stop=4, threads=1) as feed:
         list(feed)
         assert 0.1 < feed.waited < 5
-    with Feed(numbered(), order.shuffled(0, 8, SIZE), over_devices(1), prefetch=8) as feed:
+    with Feed(numbered(), order.Shuffled((0,), 8, SIZE), over_devices(1), prefetch=8) as feed:
         next(feed)
         time.sleep(0.2)
         before = feed.waited
@@ -283,7 +283,7 @@ class Watched(ArraySource):
 
 source = Watched({"label": np.arange(37)})
 sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
-with Feed(source, order.shuffled(5, 16, 37), sharding, stop=3) as feed:
+with Feed(source, order.Shuffled((5,), 16, 37), sharding, stop=3) as feed:
     for step, batch in enumerate(feed):
         ids, epochs = order.ids(5, step, 16, 37)
         assert batch["label"].shape == (16,)

@@ -122,15 +122,32 @@ def test_one_order_looks_shuffled(size):
 
 
 def test_the_shuffled_plan_is_ids_of_the_step():
-    plan = order.shuffled(4, 16, 37)
+    plan = order.Shuffled((4,), 16, 37)
     for step in (0, 1, 511, 512, 10**9, 2):
         for planned, expected in zip(plan(step), order.ids(4, step, 16, 37), strict=True):
             assert np.array_equal(planned, expected)
 
 
+@pytest.mark.parametrize("seeds", ((4,), (4, 5, 9)))
+def test_a_plan_inside_a_program_is_the_plan_outside(seeds):
+    plan = order.Shuffled(seeds, 16, 37)
+    traced = jax.jit(plan.traced)
+    for step in (0, 1, 2, 512, 10**9):
+        for inside, outside in zip(traced(jnp.int32(step)), plan(step), strict=True):
+            assert inside.dtype == outside.dtype == np.int32
+            assert np.array_equal(inside, outside)
+
+
+def test_each_seed_of_a_plan_has_its_rows():
+    plan = order.Shuffled((4, 5), 16, 37)
+    for number, seed in enumerate((4, 5)):
+        for planned, expected in zip(plan(700), order.ids(seed, 700, 16, 37), strict=True):
+            assert np.array_equal(planned[16 * number : 16 * (number + 1)], expected)
+
+
 def test_a_batch_larger_than_a_block_is_planned():
     batch_size = 2 * order.BLOCK + 1
-    assert np.array_equal(order.shuffled(0, batch_size, 37)(5)[0], order.ids(0, 5, batch_size, 37)[0])
+    assert np.array_equal(order.Shuffled((0,), batch_size, 37)(5)[0], order.ids(0, 5, batch_size, 37)[0])
 
 
 def test_the_order_never_changes():
@@ -141,4 +158,4 @@ def test_the_order_never_changes():
 @pytest.mark.parametrize("seed", (-1, 2**32))
 def test_a_seed_outside_32_bits_is_refused(seed):
     with pytest.raises(UserError, match=str(seed)):
-        order.shuffled(seed, 8, 64)
+        order.Shuffled((seed,), 8, 64)

@@ -124,7 +124,7 @@ def memory():
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 before = memory()
 train = tfds(dataset="tiny", dir=sys.argv[1]).open()["train"]
-plan = order.shuffled(0, 100, len(train))
+plan = order.Shuffled((0,), 100, len(train))
 for batch in host.batches(train, lambda step: plan(step)[0], 10**9, 10**9 + 100, kind="threads", threads=2):
     assert batch["image"].shape == (100, 8, 8, 3)
 print(len(train), memory() - before)

@@ -6,11 +6,14 @@ nothing is stored, a seek costs nothing, batches straddle epochs, and neither de
 change the order.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -61,24 +64,54 @@ def permute(seed: Any, epoch: Any, positions: Any, size: int, xp: Any = np) -> A
         return _walk(shuffle, positions, np.uint32(size), xp).astype(xp.int32)
 
 
-def shuffled(seed: int, batch_size: int, size: int) -> Plan:
-    """`ids` as a function of the step alone. Plans many small batches at once, which costs a tenth."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed is {seed}, expected 0 to {2**32 - 1}")
-    steps = max(1, BLOCK // batch_size)
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """`ids` as a function of the step alone, a Plan: of each seed `batch_size` rows, one seed's after the other's.
 
-    @functools.lru_cache(maxsize=4)  # readers ahead of the consumer may be in the next block
-    def block(number: int) -> tuple[np.ndarray, np.ndarray]:
-        # So many batches are one batch that is so many times as large.
-        columns = ids(seed, number, steps * batch_size, size)
-        return columns[0].reshape(steps, batch_size), columns[1].reshape(steps, batch_size)
+    Called with a step it gives NumPy arrays, and plans many small batches at once, which costs a tenth; `traced` gives
+    the same integers inside a program. Raises UserError for a seed or a size that cannot be ordered.
+    """
 
-    def plan(step: int) -> tuple[np.ndarray, np.ndarray]:
-        number, row = divmod(step, steps)
-        example_ids, epochs = block(number)
-        return example_ids[row], epochs[row]
+    seeds: tuple[int, ...]
+    batch_size: int
+    size: int
 
-    return plan
+    def __post_init__(self) -> None:
+        _refuse(self.size)
+        for seed in self.seeds:
+            if not 0 <= seed < 2**32:
+                raise UserError(f"seed is {seed}, expected 0 to {2**32 - 1}")
+
+    def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        number, row = divmod(step, self._steps)
+        columns = self._block(number)
+        return columns[0][row], columns[1][row]
+
+    def traced(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(ids, epochs), int32 [seeds * batch_size], of a traced step (int32 [])."""
+        found = [ids(np.uint32(seed), step, self.batch_size, self.size, jnp) for seed in self.seeds]
+        example_ids, epochs = zip(*found, strict=True)
+        return jnp.concatenate(example_ids), jnp.concatenate(epochs)
+
+    @functools.cached_property
+    def _steps(self) -> int:
+        """Steps planned at once."""
+        return max(1, BLOCK // self.batch_size)
+
+    @functools.cached_property
+    def _block(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+        @functools.lru_cache(maxsize=4)  # readers ahead of the consumer may be in the next block
+        def block(number: int) -> tuple[np.ndarray, np.ndarray]:
+            # So many batches are one batch that is so many times as large.
+            found = [ids(seed, number, self._steps * self.batch_size, self.size) for seed in self.seeds]
+            example_ids, epochs = zip(*found, strict=True)
+            return self._side_by_side(example_ids), self._side_by_side(epochs)
+
+        return block
+
+    def _side_by_side(self, columns: Iterable[np.ndarray]) -> np.ndarray:
+        """[steps * B] of each seed → [steps, seeds * B]."""
+        return np.concatenate([column.reshape(self._steps, self.batch_size) for column in columns], axis=1)
 
 
 def _refuse(size: int) -> None:
