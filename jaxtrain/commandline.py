@@ -2,7 +2,7 @@
 
 import argparse
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NoReturn, get_origin
 
 from jaxtrain.config import lookup, schema
@@ -41,6 +41,24 @@ def parse(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) ->
     if not flags.config:
         raise UserError(f"no config given: {parser.prog} --config=configs/digits.py (--help tells more)")
     return flags, [each.removeprefix("--config.") for each in rest]
+
+
+def parse_flags(
+    argv: Sequence[str], parser: argparse.ArgumentParser, required: Mapping[str, str]
+) -> argparse.Namespace:
+    """The flags of a command that takes no config. `required`: name → what to write for it.
+
+    Raises UserError, one line, for a flag that there is not, and for one that is missing.
+    """
+    flags, rest = parser.parse_known_args(list(argv))
+    if rest:
+        known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        raise UserError(f"unknown argument {rest[0]!r}.{lookup.choices_hint(rest[0].partition('=')[0], known)}")
+    usage = " ".join(f"--{name}={what}" for name, what in required.items())
+    for name in required:
+        if not getattr(flags, name):
+            raise UserError(f"no {name} given: {parser.prog} {usage} (--help tells more)")
+    return flags
 
 
 def _is_override(argument: str) -> bool:

@@ -97,7 +97,9 @@ def _of_torch(job: Job, wanted: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         tensors = {name: each for name, each in tensors.items() if name.rpartition(".")[0] not in heads}
     known = {entry.theirs for entry in entries}
     others = {
-        name: each for name, each in tensors.items() if name not in known and not re.fullmatch(library.counted, name)
+        name: each
+        for name, each in tensors.items()
+        if not (name in known or re.fullmatch(library.counted, name) or names.is_copy(library, name, tensors))
     }
     found = names.imported(entries, tensors)
     # Half precision is how weights are handed on; parameters are float32, which holds each of those numbers.

@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxtrain import commandline, exits
 from jaxtrain import main as entry
-from jaxtrain.config import lookup
-from jaxtrain.errors import StorageError, UserError
+from jaxtrain.errors import StorageError
 
 FLAGS = {
     "workdir": ("DIR", "of the run: a folder or URL"),
@@ -109,14 +108,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         number = {"type": int, "default": None} if name == "checkpoint" else {"default": ""}
         parser.add_argument(f"--{name}", metavar=what, help=about, **number)
     parser.add_argument("--trust", action="store_true", help="import the code outside jaxtrain that the run names")
-    flags, rest = parser.parse_known_args(list(argv))
-    if rest:
-        known = [*(f"--{name}" for name in FLAGS), "--trust"]
-        raise UserError(f"unknown argument {rest[0]!r}.{lookup.choices_hint(rest[0].partition('=')[0], known)}")
-    for name in ("workdir", "input"):
-        if not getattr(flags, name):
-            raise UserError(f"no {name} given: {parser.prog} --workdir=DIR --input=PATH (--help tells more)")
-    return flags
+    return commandline.parse_flags(argv, parser, {"workdir": "DIR", "input": "PATH"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxtrain import commandline
 from jaxtrain import main as entry
-from jaxtrain.config import lookup
 from jaxtrain.data import convert, host, tfds_builder
 from jaxtrain.data.damage import Damage
 from jaxtrain.data.pictures import Pictures
@@ -126,10 +125,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--data.{name}", metavar="TEXT", dest=name, default=default, help=about)
     parser.add_argument("--to", metavar="DIR", default="", help="copy the set as ArrayRecord below this folder")
     parser.add_argument("--check", action="store_true", help="read every record and decode its picture")
-    flags, rest = parser.parse_known_args(list(argv))
-    if rest:
-        known = [f"--data.{name}" for name in DATA_FLAGS] + ["--to", "--check"]
-        raise UserError(f"unknown argument {rest[0]!r}.{lookup.choices_hint(rest[0].partition('=')[0], known)}")
+    flags = commandline.parse_flags(argv, parser, {})
     if not flags.dataset:
         raise UserError(f"no data set given: {parser.prog} --data.dataset=cifar10 (--help tells more)")
     return flags

@@ -41,15 +41,20 @@ class Trained:
         return self.job.parts.model
 
     @property
-    def params(self) -> Any:
-        """The weights that evaluation uses: the averaged ones where there are any. Nested dict of arrays.
+    def weights(self) -> dict[str, Any]:
+        """{"params", "model_state"} that evaluation uses: the averaged ones where there are any; dicts of arrays.
 
         Raises UserError where a step of a user's own keeps them elsewhere.
         """
         if not hasattr(self.state, "params"):
             raise UserError(f"the state of step {self.job.step_name} has no `params`; look into .state itself")
-        averaged = getattr(self.state, "ema", ())
-        return averaged["params"] if averaged else self.state.params
+        own = {"params": self.state.params, "model_state": getattr(self.state, "model_state", {})}
+        return getattr(self.state, "ema", ()) or own
+
+    @property
+    def params(self) -> Any:
+        """Those of `weights`."""
+        return self.weights["params"]
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ rehearsal.child
 rehearsal.compare rehearsal.rehearse
 rehearsal.poison rehearsal.faults
 rehearsal.inflict
-predict prepare main sample commandline
+export predict prepare main sample commandline
 train
 loop.loop
 describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import UserError
 from jaxtrain.model import build_model
+from jaxtrain.models.transformer import Attention
 
 BATCH, LENGTH, VOCABULARY = 8, 12, 11
 KEY = jax.random.key(0)
@@ -19,7 +21,9 @@ SLOW = pytest.mark.slow
 # What reads from left to right and says, after each token, what follows.
 CAUSAL = {
     "gpt": dict(name="gpt", context=LENGTH, dropout=0.2, **SMALL),
-    "gpt, scan, full": dict(name="gpt", context=LENGTH, dropout=0.2, scan=True, remat="full", **SMALL),
+    "gpt, scan, full": dict(
+        name="gpt", context=LENGTH, dropout=0.2, attention_dropout=0.2, scan=True, remat="full", **SMALL
+    ),
     "llama": dict(name="llama", width=8, depth=2, heads=4, kv_heads=2, qk_norm=True, tied=True),
     "llama, scan, dots": dict(name="llama", width=8, depth=2, heads=4, kv_heads=2, scan=True, remat="dots"),
     "lstm": dict(name="rnn", cell="lstm", width=8, depth=2, dropout=0.2),
@@ -227,6 +231,29 @@ def test_dropout_masks(name):
     assert (np.abs(first - outputs(jax.random.key(1))) > 1e-3).any()
 
 
+@pytest.mark.parametrize(("kv_heads", "segments", "causal"), [(4, None, True), (2, [5, 4, 3], True), (1, [12], False)])
+def test_attention_with_dropout_is_the_same_attention(kv_heads, segments, causal):
+    """A rate so small that nothing is dropped gives the fused kernels' result; a large one does not, in training."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 8)), jnp.float32)
+    place = jnp.zeros((2, LENGTH), jnp.int32)
+    same = None if segments is None else jnp.repeat(jnp.arange(len(segments)), jnp.array(segments))
+    mask = None if same is None else jnp.broadcast_to(same[None, :] == same[:, None], (2, 1, LENGTH, LENGTH))
+
+    def outputs(rate, train=True):
+        layer = Attention(8, 4, kv_heads, dropout=rate, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        layer.set_attributes(deterministic=not train, raise_if_not_found=False)
+        return layer(10 * x, (place, mask, causal))[0]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def all_of_them():
+        return outputs(0.0), outputs(1e-7), outputs(0.5, train=False), outputs(0.5)
+
+    plain, kept, evaluated, dropped = map(np.asarray, all_of_them())
+    np.testing.assert_allclose(kept, plain, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(evaluated, plain, rtol=1e-6)
+    assert np.abs(dropped - plain).max() > 0.1 * np.abs(plain).max()
+
+
 def llama_count(vocabulary, width, depth, heads, kv_heads, hidden, tied):
     block = 2 * width * width + 2 * width * width * kv_heads // heads + 3 * width * hidden + 2 * width
     return vocabulary * width * (1 if tied else 2) + depth * block + width
@@ -284,6 +311,7 @@ def test_the_recurrent_cells_are_those_of_the_papers(name, gates):
         (dict(name="llama", width=12, heads=4, kv_heads=4), ["rotary", "3 numbers"]),
         (dict(name="gpt", width=8, heads=2, depth=0), ["depth is 0"]),
         (dict(name="gpt", width=8, heads=2, dropout=1.0), ["dropout", "1.0"]),
+        (dict(name="encoder", width=8, heads=2, attention_dropout=-0.1), ["dropout", "-0.1"]),
         (dict(name="gpt", width=8, heads=2, depth=1, context=4), ["12 tokens", "config.model.context"]),
         (dict(name="encoder", width=8, heads=2, depth=1, context=4), ["12 tokens", "config.model.context"]),
     ],

@@ -20,8 +20,10 @@ class Decoder(nnx.Module):
 
     context: the longest text that learnt positions reach; without them (rope > 0: the base of rotary ones) any length.
     kv_heads: heads of keys and values, 0: as many as `heads`. hidden: of the feed-forward part, 0: 4 · width (GELU), or
-    8/3 · width in multiples of 64 (SwiGLU). dropout: on the embeddings and on what each block adds. scan, remat: of the
-    blocks, see `transformer.Stack`. Raises UserError for sizes that do not fit together.
+    8/3 · width in multiples of 64 (SwiGLU). dropout: on the embeddings and on what each block adds; attention_dropout:
+    on the probabilities of the attention (GPT-2 was trained with 0.1 for both), which costs the fused kernels. epsilon:
+    of the norms. scan, remat: of the blocks, see `transformer.Stack`. Raises UserError for sizes that do not fit
+    together.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Decoder(nnx.Module):
         kv_heads: int = 0,
         hidden: int = 0,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         norm: Norm = "layer",
+        epsilon: float = 1e-5,
         feed: Feed = "gelu",
         bias: bool = True,
         rope: float = 0.0,
@@ -62,6 +66,8 @@ class Decoder(nnx.Module):
                 bias=bias,
                 scale=0.02 / (2 * depth) ** 0.5,  # so that the stream's variance does not grow with depth: GPT-2
                 dropout=dropout,
+                attention_dropout=attention_dropout,
+                epsilon=epsilon,
                 dtype=dtype,
                 rngs=rngs,
                 heads=heads,
@@ -71,7 +77,7 @@ class Decoder(nnx.Module):
             )
 
         self.stack = Stack(block, depth, scan=scan, remat=remat, rngs=rngs)
-        self.norm = norm_layer(norm, width, dtype, rngs)
+        self.norm = norm_layer(norm, width, dtype, rngs, epsilon)
         self.head = (
             None
             if tied
@@ -123,6 +129,8 @@ def llama(
     kv_heads: int = 4,
     hidden: int = 0,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    epsilon: float = 1e-5,
     rope: float = 10000.0,
     qk_norm: bool = False,
     tied: bool = False,
@@ -133,7 +141,8 @@ def llama(
     rngs: nnx.Rngs,
 ) -> Decoder:
     """The same decoder as Touvron et al. made it, "LLaMA", 2023: RMSNorm, rotary positions, SwiGLU, no biases, fewer
-    key heads than query heads. The defaults are TinyLlama's (Zhang et al., 2024), where hidden=5632.
+    key heads than query heads. The defaults are TinyLlama's (Zhang et al., 2024), where hidden=5632; the first Llama
+    has epsilon=1e-6.
     """
     return Decoder(
         num_classes,
@@ -143,7 +152,9 @@ def llama(
         kv_heads=kv_heads,
         hidden=hidden,
         dropout=dropout,
+        attention_dropout=attention_dropout,
         norm="rms",
+        epsilon=epsilon,
         feed="swiglu",
         bias=False,
         rope=rope,

@@ -18,8 +18,10 @@ class Encoder(nnx.Module):
 
     tokens: integers [B, T] in 0..vocabulary-1; length: int32 [B], tokens that are text, what stands behind them does
     not matter -> logits [B, num_classes] in `dtype`; parameters float32. pool: "mean" over the text, or "cls": a learnt
-    token of its own in front of it. context: the longest T. hidden: of the feed-forward part, 0: 4 · width. scan,
-    remat: of the blocks, see `transformer.Stack`. Raises UserError for sizes that do not fit together.
+    token of its own in front of it. context: the longest T. hidden: of the feed-forward part, 0: 4 · width. dropout: on
+    the embeddings and on what each block adds; attention_dropout: on the probabilities of the attention (BERT was
+    trained with 0.1 for both), which costs the fused kernels. scan, remat: of the blocks, see `transformer.Stack`.
+    Raises UserError for sizes that do not fit together.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Encoder(nnx.Module):
         context: int = 512,
         hidden: int = 0,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         pool: Pool = "mean",
         scan: bool = False,
         remat: Remat = "none",
@@ -54,6 +57,7 @@ class Encoder(nnx.Module):
                 bias=True,
                 scale=0.02 / (2 * depth) ** 0.5,
                 dropout=dropout,
+                attention_dropout=attention_dropout,
                 dtype=dtype,
                 rngs=rngs,
                 heads=heads,

@@ -21,9 +21,9 @@ Positions = tuple[jax.Array, jax.Array | None, bool]  # int32 [B, T], mask bool 
 _POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
-def norm_layer(kind: Norm, width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+def norm_layer(kind: Norm, width: int, dtype: Any, rngs: nnx.Rngs, epsilon: float = 1e-5) -> nnx.Module:
     """LayerNorm (Ba et al., 2016) or RMSNorm (Zhang and Sennrich, 2019); computes in float32, or float64."""
-    options: dict[str, Any] = {"epsilon": 1e-5, "dtype": wide(dtype), "rngs": rngs}
+    options: dict[str, Any] = {"epsilon": epsilon, "dtype": wide(dtype), "rngs": rngs}
     return nnx.LayerNorm(width, **options) if kind == "layer" else nnx.RMSNorm(width, **options)
 
 
@@ -55,7 +55,8 @@ class Attention(nnx.Module):
     """Multi-head attention: Vaswani et al., 2017. Fewer key than query heads: Ainslie et al., "GQA", 2023.
 
     [B, T, D] -> [B, T, D] in `dtype`. rope: base of the rotary positions, 0: none. qk_norm: RMSNorm of each head's
-    queries and keys (Dehghani et al., 2023, with the norm of Llama's family).
+    queries and keys (Dehghani et al., 2023, with the norm of Llama's family). dropout: of the probabilities; a training
+    step then computes them all, [B, N, T, T], which the fused kernels spare it.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Attention(nnx.Module):
         bias: bool = True,
         rope: float = 0.0,
         qk_norm: bool = False,
+        dropout: float = 0.0,
+        epsilon: float = 1e-5,
         scale: float = 0.02,
         dtype: Any,
         rngs: nnx.Rngs,
@@ -87,8 +90,9 @@ class Attention(nnx.Module):
         self.key = linear(self.kv_heads * self.size)
         self.value = linear(self.kv_heads * self.size)
         self.out = linear(width, scale)
-        self.query_norm = norm_layer("rms", self.size, dtype, rngs) if qk_norm else None
-        self.key_norm = norm_layer("rms", self.size, dtype, rngs) if qk_norm else None
+        self.query_norm = norm_layer("rms", self.size, dtype, rngs, epsilon) if qk_norm else None
+        self.key_norm = norm_layer("rms", self.size, dtype, rngs, epsilon) if qk_norm else None
+        self.dropout = dropout_layer(dropout, rngs) if dropout else None
 
     def __call__(self, x: jax.Array, at: Positions, cache: Cache = None) -> tuple[jax.Array, Cache]:
         positions, mask, causal = at
@@ -98,9 +102,12 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = {"keys": _put(cache["keys"], key, positions), "values": _put(cache["values"], value, positions)}
             key, value = cache["keys"], cache["values"]  # [B, S, K, H]
-        found = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=causal, implementation=_implementation(self.dtype, self.size)
-        )
+        if self.dropout is not None and not self.dropout.deterministic:
+            found = _dropped_attention(query, key, value, mask, causal, self.dropout)
+        else:
+            found = jax.nn.dot_product_attention(
+                query, key, value, mask=mask, is_causal=causal, implementation=_implementation(self.dtype, self.size)
+            )
         return self.out(found.reshape(*x.shape[:2], -1)), cache
 
     def _heads(self, x: jax.Array, heads: int, norm: Any, positions: jax.Array) -> jax.Array:
@@ -131,7 +138,7 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """Attention, then feed-forward, each on the normalised stream and added to it ("pre-norm": GPT-2).
 
-    Dropout acts on what is added. The probabilities of attention are not dropped: the fused kernels have no such thing.
+    `dropout` acts on what is added, `attention_dropout` on the probabilities of the attention.
     """
 
     def __init__(
@@ -144,13 +151,16 @@ class Block(nnx.Module):
         bias: bool,
         scale: float,
         dropout: float,
+        attention_dropout: float,
+        epsilon: float = 1e-5,
         dtype: Any,
         rngs: nnx.Rngs,
         **attention: Any,
     ):
-        self.attention_norm = norm_layer(norm, width, dtype, rngs)
+        attention |= {"dropout": attention_dropout, "epsilon": epsilon}
+        self.attention_norm = norm_layer(norm, width, dtype, rngs, epsilon)
         self.attention = Attention(width, bias=bias, scale=scale, dtype=dtype, rngs=rngs, **attention)
-        self.feed_norm = norm_layer(norm, width, dtype, rngs)
+        self.feed_norm = norm_layer(norm, width, dtype, rngs, epsilon)
         self.feed = FeedForward(width, hidden, feed, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
         self.dropout = dropout_layer(dropout, rngs)
         self.dtype = dtype
@@ -223,6 +233,23 @@ def restarting(segments: jax.Array) -> jax.Array:
 def _put(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """cache [B, S, K, H] with `new` [B, T, K, H] from the first of `positions` on, which are the same in all rows."""
     return jax.lax.dynamic_update_slice_in_dim(cache, new, positions[0, 0], axis=1)
+
+
+def _dropped_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool, dropout: nnx.Dropout
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` written out, its probabilities dropped.
+
+    query [B, T, N, H], key and value [B, S, K, H], mask bool [B, 1, T, S] -> [B, T, N, H].
+    """
+    batch, length, heads, size = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, size)  # [B, T, K, N / K, H]
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide(query.dtype)) / size**0.5
+    seen = jnp.tri(length, key.shape[1], dtype=bool)[None, None] if causal else jnp.ones((1, 1, 1, 1), bool)
+    seen = seen if mask is None else seen & mask
+    logits = jnp.where(seen[:, :, None], logits, -0.7 * jnp.finfo(logits.dtype).max)
+    shares = dropout(jax.nn.softmax(logits, axis=-1)).astype(value.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", shares, value).reshape(batch, length, heads, size)
 
 
 def _implementation(dtype: Any, size: int) -> Literal["cudnn"] | None:

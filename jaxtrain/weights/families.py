@@ -7,18 +7,81 @@ from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
 from jaxtrain.weights.names import Entry, NameMap, Rule
 
+
+def _layers(ours: str, theirs: str, names: Mapping[str, str], linear: str = "linear") -> tuple[Rule, ...]:
+    """Norms and linear layers below `ours`, and what each is called below `theirs`.
+
+    "attention/key+value" are two of ours that theirs has in one.
+    """
+    found = []
+    for layer, name in names.items():
+        folder, slash, last = layer.rpartition("/")
+        parts = last.split("+")
+        for place, part in enumerate(parts):
+            kind = "norm" if part.endswith("norm") else linear
+            found.append(Rule(ours + folder + slash + part, theirs + name, kind, (place, len(parts))))
+    return tuple(found)
+
+
 RESNET = NameMap(
     "torchvision (and timm)",
     (
         Rule("stem/conv", "conv1", "conv"),
         Rule("stem/norm", "bn1", "norm"),
-        Rule(r"stages/(\d+)/(\d+)/layers/(\d+)/conv", lambda s, b, k: f"layer{s + 1}.{b}.conv{k + 1}", "conv"),
-        Rule(r"stages/(\d+)/(\d+)/layers/(\d+)/norm", lambda s, b, k: f"layer{s + 1}.{b}.bn{k + 1}", "norm"),
-        Rule(r"stages/(\d+)/(\d+)/shortcut/conv", lambda s, b: f"layer{s + 1}.{b}.downsample.0", "conv"),
-        Rule(r"stages/(\d+)/(\d+)/shortcut/norm", lambda s, b: f"layer{s + 1}.{b}.downsample.1", "norm"),
+        Rule("stages/{}/{}/layers/{}/conv", lambda s, b, k: f"layer{s + 1}.{b}.conv{k + 1}", "conv"),
+        Rule("stages/{}/{}/layers/{}/norm", lambda s, b, k: f"layer{s + 1}.{b}.bn{k + 1}", "norm"),
+        Rule("stages/{}/{}/shortcut/conv", lambda s, b: f"layer{s + 1}.{b}.downsample.0", "conv"),
+        Rule("stages/{}/{}/shortcut/norm", lambda s, b: f"layer{s + 1}.{b}.downsample.1", "norm"),
         Rule("head", "fc", "linear"),
     ),
     counted=r".*\.num_batches_tracked",
+)
+
+CONVNEXT_TORCHVISION = NameMap(
+    "torchvision",
+    (
+        Rule("shrinks/0/conv", "features.0.0", "conv"),
+        Rule("shrinks/0/norm", "features.0.1", "norm"),
+        Rule("shrinks/{}/norm", lambda s: f"features.{2 * s}.0", "norm"),
+        Rule("shrinks/{}/conv", lambda s: f"features.{2 * s}.1", "conv"),
+        Rule("stages/{}/{}/scale", lambda s, b: f"features.{2 * s + 1}.{b}.layer_scale", "channels"),
+        Rule("stages/{}/{}/spatial", lambda s, b: f"features.{2 * s + 1}.{b}.block.0", "conv"),
+        Rule("stages/{}/{}/norm", lambda s, b: f"features.{2 * s + 1}.{b}.block.2", "norm"),
+        Rule("stages/{}/{}/wide", lambda s, b: f"features.{2 * s + 1}.{b}.block.3", "linear"),
+        Rule("stages/{}/{}/narrow", lambda s, b: f"features.{2 * s + 1}.{b}.block.5", "linear"),
+        Rule("norm", "classifier.0", "norm"),
+        Rule("head", "classifier.2", "linear"),
+    ),
+)
+CONVNEXT_TIMM = NameMap(
+    "timm",
+    (
+        Rule("shrinks/0/conv", "stem.0", "conv"),
+        Rule("shrinks/0/norm", "stem.1", "norm"),
+        Rule("shrinks/{}/norm", "stages.{}.downsample.0", "norm"),
+        Rule("shrinks/{}/conv", "stages.{}.downsample.1", "conv"),
+        Rule("stages/{}/{}/scale", "stages.{}.blocks.{}.gamma", "array"),
+        Rule("stages/{}/{}/spatial", "stages.{}.blocks.{}.conv_dw", "conv"),
+        *_layers("stages/{}/{}/", "stages.{}.blocks.{}.", {"norm": "norm", "wide": "mlp.fc1", "narrow": "mlp.fc2"}),
+        *_layers("", "head.", {"norm": "norm", "head": "fc"}),
+    ),
+)
+CONVNEXT_HUGGING_FACE = NameMap(
+    "Hugging Face",
+    (
+        Rule("shrinks/0/conv", "convnext.embeddings.patch_embeddings", "conv"),
+        Rule("shrinks/0/norm", "convnext.embeddings.layernorm", "norm"),
+        Rule("shrinks/{}/norm", "convnext.encoder.stages.{}.downsampling_layer.0", "norm"),
+        Rule("shrinks/{}/conv", "convnext.encoder.stages.{}.downsampling_layer.1", "conv"),
+        Rule("stages/{}/{}/scale", "convnext.encoder.stages.{}.layers.{}.layer_scale_parameter", "array"),
+        Rule("stages/{}/{}/spatial", "convnext.encoder.stages.{}.layers.{}.dwconv", "conv"),
+        *_layers(
+            "stages/{}/{}/",
+            "convnext.encoder.stages.{}.layers.{}.",
+            {"norm": "layernorm", "wide": "pwconv1", "narrow": "pwconv2"},
+        ),
+        *_layers("", "", {"norm": "convnext.layernorm", "head": "classifier"}),
+    ),
 )
 
 VIT_TIMM = NameMap(
@@ -27,37 +90,84 @@ VIT_TIMM = NameMap(
         Rule("embed", "patch_embed.proj", "conv"),
         Rule("cls", "cls_token", "array"),
         Rule("positions", "pos_embed", "array"),
-        Rule(r"blocks/(\d+)/attention_norm", lambda b: f"blocks.{b}.norm1", "norm"),
-        Rule(r"blocks/(\d+)/attention/query", lambda b: f"blocks.{b}.attn.qkv", "linear", (0, 3)),
-        Rule(r"blocks/(\d+)/attention/key", lambda b: f"blocks.{b}.attn.qkv", "linear", (1, 3)),
-        Rule(r"blocks/(\d+)/attention/value", lambda b: f"blocks.{b}.attn.qkv", "linear", (2, 3)),
-        Rule(r"blocks/(\d+)/attention/out", lambda b: f"blocks.{b}.attn.proj", "linear"),
-        Rule(r"blocks/(\d+)/mlp_norm", lambda b: f"blocks.{b}.norm2", "norm"),
-        Rule(r"blocks/(\d+)/mlp/wide", lambda b: f"blocks.{b}.mlp.fc1", "linear"),
-        Rule(r"blocks/(\d+)/mlp/narrow", lambda b: f"blocks.{b}.mlp.fc2", "linear"),
-        Rule("norm", "norm", "norm"),
-        Rule("head", "head", "linear"),
+        *_layers(
+            "blocks/{}/",
+            "blocks.{}.",
+            {
+                "attention_norm": "norm1",
+                "attention/query+key+value": "attn.qkv",
+                "attention/out": "attn.proj",
+                "mlp_norm": "norm2",
+                "mlp/wide": "mlp.fc1",
+                "mlp/narrow": "mlp.fc2",
+            },
+        ),
+        Rule("pool/query", "attn_pool.latent", "array"),
+        *_layers(
+            "pool/",
+            "attn_pool.",
+            {
+                "attention/query": "q",
+                "attention/key+value": "kv",
+                "attention/out": "proj",
+                "norm": "norm",
+                "mlp/wide": "mlp.fc1",
+                "mlp/narrow": "mlp.fc2",
+            },
+        ),
+        *_layers("", "", {"norm": "norm", "head": "head"}),
     ),
 )
-
-_LAYER = "vit.encoder.layer"
+VIT_TORCHVISION = NameMap(
+    "torchvision",
+    (
+        Rule("embed", "conv_proj", "conv"),
+        Rule("cls", "class_token", "array"),
+        Rule("positions", "encoder.pos_embedding", "array"),
+        *_layers(
+            "blocks/{}/",
+            "encoder.layers.encoder_layer_{}.self_attention.",
+            {"attention/query+key+value": "in_proj"},
+            linear="packed",
+        ),
+        *_layers(
+            "blocks/{}/",
+            "encoder.layers.encoder_layer_{}.",
+            {
+                "attention_norm": "ln_1",
+                "attention/out": "self_attention.out_proj",
+                "mlp_norm": "ln_2",
+                "mlp/wide": "mlp.0",
+                "mlp/narrow": "mlp.3",
+            },
+        ),
+        *_layers("", "", {"norm": "encoder.ln", "head": "heads.head"}),
+    ),
+    needs=("cls",),
+)
 VIT_HUGGING_FACE = NameMap(
     "Hugging Face",
     (
         Rule("embed", "vit.embeddings.patch_embeddings.projection", "conv"),
         Rule("cls", "vit.embeddings.cls_token", "array"),
         Rule("positions", "vit.embeddings.position_embeddings", "array"),
-        Rule(r"blocks/(\d+)/attention_norm", lambda b: f"{_LAYER}.{b}.layernorm_before", "norm"),
-        Rule(r"blocks/(\d+)/attention/query", lambda b: f"{_LAYER}.{b}.attention.attention.query", "linear"),
-        Rule(r"blocks/(\d+)/attention/key", lambda b: f"{_LAYER}.{b}.attention.attention.key", "linear"),
-        Rule(r"blocks/(\d+)/attention/value", lambda b: f"{_LAYER}.{b}.attention.attention.value", "linear"),
-        Rule(r"blocks/(\d+)/attention/out", lambda b: f"{_LAYER}.{b}.attention.output.dense", "linear"),
-        Rule(r"blocks/(\d+)/mlp_norm", lambda b: f"{_LAYER}.{b}.layernorm_after", "norm"),
-        Rule(r"blocks/(\d+)/mlp/wide", lambda b: f"{_LAYER}.{b}.intermediate.dense", "linear"),
-        Rule(r"blocks/(\d+)/mlp/narrow", lambda b: f"{_LAYER}.{b}.output.dense", "linear"),
-        Rule("norm", "vit.layernorm", "norm"),
-        Rule("head", "classifier", "linear"),
+        *_layers(
+            "blocks/{}/",
+            "vit.encoder.layer.{}.",
+            {
+                "attention_norm": "layernorm_before",
+                "attention/query": "attention.attention.query",
+                "attention/key": "attention.attention.key",
+                "attention/value": "attention.attention.value",
+                "attention/out": "attention.output.dense",
+                "mlp_norm": "layernorm_after",
+                "mlp/wide": "intermediate.dense",
+                "mlp/narrow": "output.dense",
+            },
+        ),
+        *_layers("", "", {"norm": "vit.layernorm", "head": "classifier"}),
     ),
+    needs=("cls",),
 )
 
 
@@ -67,49 +177,72 @@ def _gpt2(prefix: str) -> NameMap:
         (
             Rule("embedding", f"{prefix}wte", "embedding"),
             Rule("positions", f"{prefix}wpe", "embedding"),
-            Rule(r"stack/blocks/(\d+)/attention_norm", lambda b: f"{prefix}h.{b}.ln_1", "norm"),
-            Rule(r"stack/blocks/(\d+)/attention/query", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (0, 3)),
-            Rule(r"stack/blocks/(\d+)/attention/key", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (1, 3)),
-            Rule(r"stack/blocks/(\d+)/attention/value", lambda b: f"{prefix}h.{b}.attn.c_attn", "conv1d", (2, 3)),
-            Rule(r"stack/blocks/(\d+)/attention/out", lambda b: f"{prefix}h.{b}.attn.c_proj", "conv1d"),
-            Rule(r"stack/blocks/(\d+)/feed_norm", lambda b: f"{prefix}h.{b}.ln_2", "norm"),
-            Rule(r"stack/blocks/(\d+)/feed/up", lambda b: f"{prefix}h.{b}.mlp.c_fc", "conv1d"),
-            Rule(r"stack/blocks/(\d+)/feed/down", lambda b: f"{prefix}h.{b}.mlp.c_proj", "conv1d"),
-            Rule("norm", f"{prefix}ln_f", "norm"),
-            Rule("head", "lm_head", "linear"),
+            *_layers(
+                "stack/blocks/{}/",
+                prefix + "h.{}.",
+                {
+                    "attention_norm": "ln_1",
+                    "attention/query+key+value": "attn.c_attn",
+                    "attention/out": "attn.c_proj",
+                    "feed_norm": "ln_2",
+                    "feed/up": "mlp.c_fc",
+                    "feed/down": "mlp.c_proj",
+                },
+                linear="conv1d",
+            ),
+            *_layers("", "", {"norm": f"{prefix}ln_f", "head": "lm_head"}),
         ),
+        needs=("positions/embedding", "norm/bias", ".*/attention/query/bias"),
         counted=r".*\.attn\.(masked_)?bias",  # the causal mask, kept as a tensor
+        tied={"lm_head.weight": f"{prefix}wte.weight"},
     )
 
 
 GPT2 = _gpt2("transformer.")
 GPT2_BARE = _gpt2("")  # as it was first published
-_BLOCK = "model.layers"
 LLAMA = NameMap(
     "Hugging Face",
     (
         Rule("embedding", "model.embed_tokens", "embedding"),
-        Rule(r"stack/blocks/(\d+)/attention_norm", lambda b: f"{_BLOCK}.{b}.input_layernorm", "norm"),
-        Rule(r"stack/blocks/(\d+)/attention/query", lambda b: f"{_BLOCK}.{b}.self_attn.q_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/attention/key", lambda b: f"{_BLOCK}.{b}.self_attn.k_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/attention/value", lambda b: f"{_BLOCK}.{b}.self_attn.v_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/attention/out", lambda b: f"{_BLOCK}.{b}.self_attn.o_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/feed_norm", lambda b: f"{_BLOCK}.{b}.post_attention_layernorm", "norm"),
-        Rule(r"stack/blocks/(\d+)/feed/gate", lambda b: f"{_BLOCK}.{b}.mlp.gate_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/feed/up", lambda b: f"{_BLOCK}.{b}.mlp.up_proj", "linear"),
-        Rule(r"stack/blocks/(\d+)/feed/down", lambda b: f"{_BLOCK}.{b}.mlp.down_proj", "linear"),
-        Rule("norm", "model.norm", "norm"),
-        Rule("head", "lm_head", "linear"),
+        *_layers(
+            "stack/blocks/{}/",
+            "model.layers.{}.",
+            {
+                "attention_norm": "input_layernorm",
+                "attention/query": "self_attn.q_proj",
+                "attention/key": "self_attn.k_proj",
+                "attention/value": "self_attn.v_proj",
+                "attention/out": "self_attn.o_proj",
+                "attention/query_norm": "self_attn.q_norm",  # Qwen3's
+                "attention/key_norm": "self_attn.k_norm",
+                "feed_norm": "post_attention_layernorm",
+                "feed/gate": "mlp.gate_proj",
+                "feed/up": "mlp.up_proj",
+                "feed/down": "mlp.down_proj",
+            },
+        ),
+        *_layers("", "", {"norm": "model.norm", "head": "lm_head"}),
     ),
     counted=r".*\.rotary_emb\.inv_freq",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-FAMILIES = {  # config.model.name -> the libraries that have published weights
-    "resnet": (RESNET,),
-    "vit": (VIT_TIMM, VIT_HUGGING_FACE),
-    "gpt": (GPT2, GPT2_BARE),
-    "llama": (LLAMA,),
+FAMILIES = {  # config.model.name -> the formats that weights of it are published in; the first is exported by default
+    "resnet": {"torchvision": RESNET, "timm": RESNET},
+    "convnext": {"torchvision": CONVNEXT_TORCHVISION, "timm": CONVNEXT_TIMM, "hf": CONVNEXT_HUGGING_FACE},
+    "vit": {"timm": VIT_TIMM, "torchvision": VIT_TORCHVISION, "hf": VIT_HUGGING_FACE},
+    "gpt": {"hf": GPT2, "hf-bare": GPT2_BARE},
+    "llama": {"hf": LLAMA},
 }
+
+
+def formats(model: str) -> Mapping[str, NameMap]:
+    """The maps of a model's names, by format. Raises UserError for a model that no map is known of."""
+    if model not in FAMILIES:
+        raise UserError(
+            f"there is no map between PyTorch's names and those of model {model!r}.{choices_hint(model, FAMILIES)}"
+        )
+    return FAMILIES[model]
 
 
 def matching(model: str, ours: Mapping[str, Any], theirs: Collection[str]) -> tuple[NameMap, list[Entry]]:
@@ -117,9 +250,12 @@ def matching(model: str, ours: Mapping[str, Any], theirs: Collection[str]) -> tu
 
     Raises UserError for a model that no map is known of, and for one with an option that none of them has.
     """
-    if model not in FAMILIES:
-        raise UserError(
-            f"there is no map from PyTorch's names to those of model {model!r}.{choices_hint(model, FAMILIES)}"
-        )
-    found = [(names, names.entries(ours)) for names in FAMILIES[model]]
+    found, refused = [], []
+    for names in formats(model).values():
+        try:
+            found.append((names, names.entries(ours)))
+        except UserError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
     return max(found, key=lambda each: len({entry.theirs for entry in each[1]} & set(theirs)))
