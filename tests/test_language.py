@@ -77,6 +77,14 @@ def test_metrics_are_means_over_the_tokens_of_valid_rows(packed):
         assert found[name] == pytest.approx(value, rel=1e-5), name
 
 
+def test_of_equal_logits_the_first_is_the_guess_and_no_numbers_guess_nothing():
+    tokens = np.array([[0, 0, 1, 2]], np.int32)
+    for logits, accuracy in ((0.0, 1 / 3), (-np.inf, 1 / 3), (np.nan, 0.0)):
+        outputs = jnp.full((1, 3, V), logits, jnp.float32)
+        found = LanguageModelling(num_classes=V).metrics(outputs, {"tokens": tokens}, np.array([True]))
+        assert metrics.compute(found)["accuracy"] == pytest.approx(accuracy), logits
+
+
 def test_the_model_is_given_what_it_may_see():
     task = LanguageModelling(num_classes=V)
     np.testing.assert_array_equal(task.inputs({"tokens": TOKENS}), TOKENS[:, :-1])

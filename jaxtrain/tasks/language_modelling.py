@@ -118,10 +118,12 @@ class LanguageModelling:
             )
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         # A masked sum: its gradient is no scatter, and it shards over the vocabulary.
-        own = jnp.arange(self.num_classes, dtype=jnp.int32)[None, None, :] == wanted[:, :, None]
-        chosen = jnp.sum(jnp.where(own, logits, 0), axis=-1)
-        hits = jnp.argmax(logits, axis=-1).astype(jnp.int32) == wanted
-        return normaliser - chosen, normaliser, hits
+        token = jnp.arange(self.num_classes, dtype=jnp.int32)[None, None, :]
+        chosen = jnp.sum(jnp.where(token == wanted[:, :, None], logits, 0), axis=-1)
+        # What `argmax` would say, of equals the first; XLA's own for CPUs is slow enough to show in a step's time.
+        largest = jnp.max(logits, axis=-1)
+        before = jnp.any((logits == largest[:, :, None]) & (token < wanted[:, :, None]), axis=-1)
+        return normaliser - chosen, normaliser, (chosen == largest) & ~before
 
     def _logits(self, outputs: jax.Array) -> jax.Array:
         if outputs.ndim != 3 or outputs.shape[-1] != self.num_classes:
