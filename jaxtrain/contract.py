@@ -71,19 +71,19 @@ def refuse_incomplete_state(name: str, state: Any) -> None:
             raise UserError(f"in the state of step {name}, `{field}` is {found}, expected {kind}")
 
 
-def outcome(steps: Steps, name: str, state: Any, batch: Any) -> dict[str, Any]:
-    """The metrics of one step as ShapeDtypeStructs; nothing is computed.
+def traced(steps: Steps, name: str, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    """One step: its jaxpr, and its metrics as ShapeDtypeStructs; nothing is computed.
 
     Raises UserError for a `train` that does not return (state, metrics), or not the kind of state that it was given.
     """
-    found = jax.eval_shape(steps.train, state, batch)
+    program, found = jax.make_jaxpr(steps.train, return_shape=True)(state, batch)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) and found[1]):
         raise UserError(
             f"train(state, batch) of step {name} returned {_kinds(found)}, expected the pair (state, metrics), "
             'metrics a dict with "loss" or another scalar in it'
         )
     refuse_other_state(state, found[0], f"train(state, batch) of step {name} returned another kind of state")
-    return dict(found[1])
+    return program.jaxpr, dict(found[1])
 
 
 def refuse_other_state(expected: Any, found: Any, problem: str) -> None:

@@ -27,7 +27,8 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
         model=_part(job, "model" if job.parts else "step"),
         optimizer=_optimizer(job),
         steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples, "
-        f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps",
+        f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps"
+        + (f", up to {job.steps_per_dispatch} a dispatch" if job.steps_per_dispatch > 1 else ""),
         synthetic=job.dataset.synthetic,
         parameters=parameter_table(params),
         total=parameter_count(params),
@@ -63,7 +64,8 @@ def _data(job: Job) -> str:
         f"{name} {np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in job.dataset.spec.items()
     )
     classes = f"; {job.dataset.num_classes} classes" if job.dataset.num_classes else ""
-    return f"{job.dataset.name}: {sizes}; {shapes}{classes}"
+    place = f"streamed: {job.streamed_for}" if job.streamed_for else "resident on the device"
+    return f"{job.dataset.name}: {sizes}; {shapes}{classes}; {place}"
 
 
 def _optimizer(job: Job) -> str:

@@ -3,10 +3,11 @@
 Where the source bears damaged examples, those count as `corrupt`, in the open.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import sharding
 from jaxtrain.data.feed import Feed
+from jaxtrain.data.resident import Kept, obstacle
 from jaxtrain.data.sources import Source
 from jaxtrain.errors import JaxtrainError
 from jaxtrain.machine import distributed
@@ -46,6 +48,16 @@ class Evaluator:
     check: Callable[[dict[str, np.ndarray]], None]  # refuses bad labels
     loader: str = "auto"
     threads: int = 0
+    keep: bool = False  # batches stay on the device for the next time, where they fit
+    kept: dict[int, Kept] = dataclasses.field(default_factory=dict)  # by the identity of their source
+
+    def batches(self, source: Source) -> Generator[dict[str, jax.Array], None, None]:
+        """The batches of `feed`; where they are kept, those of the first time."""
+        if self.keep and not obstacle(source, self.mesh):
+            yield from self.kept.setdefault(id(source), Kept(functools.partial(self.feed, source)))
+            return
+        with self.feed(source) as batches:
+            yield from batches
 
     def feed(self, source: Source) -> Feed:
         """The whole source in order, the last batch filled up with rows that `mask` excludes."""
@@ -85,7 +97,7 @@ class Evaluator:
     def _exact(self, evaluation: Evaluation, state: Any, interrupt: Callable[[], None]) -> dict[str, float]:
         assert evaluation.step is not None
         sums: Any = None
-        with self.feed(evaluation.source) as batches:
+        with contextlib.closing(self.batches(evaluation.source)) as batches:
             for number, batch in enumerate(batches, start=1):
                 interrupt()
                 sums = accumulate(evaluation.step, state, sums, batch)

@@ -1,4 +1,4 @@
-"""How many multiply-adds a function takes, counted operator by operator in its traced program."""
+"""What a traced program does: its multiply-adds, counted operator by operator, and which operators it has."""
 
 import math
 from collections.abc import Callable
@@ -14,10 +14,21 @@ def multiply_adds(function: Callable[..., Any], *args: Any) -> int:
     (additions, normalisation, softmax) is left out, as there. A loop of known length counts as often as it runs, a
     `while` once, of a `cond` the costliest branch.
     """
-    return _of_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
+    return in_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def _of_jaxpr(jaxpr: Any) -> int:
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of all operators in a traced program, also in the programs that it calls."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found.add(equation.primitive.name)
+        for each in _inner(equation.params):
+            found |= primitives(each)
+    return found
+
+
+def in_jaxpr(jaxpr: Any) -> int:
+    """`multiply_adds` of a traced program."""
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
 
@@ -27,7 +38,7 @@ def _of_equation(equation: Any) -> int:
         return _of_dot(equation)
     if name == "conv_general_dilated":
         return _of_convolution(equation)
-    inner = [_of_jaxpr(each) for each in _inner(parameters)]
+    inner = [in_jaxpr(each) for each in _inner(parameters)]
     if name == "cond":
         return max(inner)
     return sum(inner) * (parameters["length"] if name == "scan" else 1)

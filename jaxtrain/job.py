@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, metrics, precision, sharding, supply
+from jaxtrain import contract, dispatch, metrics, precision, sharding, supply
 from jaxtrain.config import checked, lookup, parse_duration
-from jaxtrain.data import damage, order, sources
+from jaxtrain.data import damage, order, resident, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
@@ -56,18 +56,57 @@ class Job:
                 self.steps.init, np.uint32(self.config.seed)
             )
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Feed:
-        """Training batches of steps start, start + 1, …, as sharded arrays. Close it, or use `with`."""
+    @functools.cached_property
+    def steps_per_dispatch(self) -> int:
+        """1: a program of one step; more: a compiled loop of at most so many."""
+        chosen = self.config.steps_per_dispatch
+        if chosen != "auto":
+            return int(chosen)
+        return dispatch.steps_per_dispatch(self.traced[0], self.mesh.devices.flat[0].platform, self.mesh.shape["data"])
+
+    @functools.cached_property
+    def streamed_for(self) -> str:
+        """Why training batches come from the host; "" where the set lies on the device, and they are gathered there.
+
+        Raises UserError for a set that should and cannot.
+        """
+        wanted = self.config.data.resident
+        if wanted == "no":
+            return "config.data.resident is 'no'"
+        obstacle = resident.obstacle(self.sources["train"], self.mesh)
+        if wanted == "yes" and obstacle:
+            raise UserError(f"config.data.resident is 'yes', but {obstacle}; set it to 'auto' or 'no'")
+        if wanted == "auto" and self.total_steps < self.steps_per_epoch:
+            return "the run is shorter than an epoch"
+        return obstacle
+
+    @functools.cached_property
+    def plan(self) -> order.Shuffled:
+        """Data position → the ids of its batch."""
+        return order.Shuffled((self.config.seed,), self.config.batch_size, len(self.sources["train"]))
+
+    @functools.cached_property
+    def columns(self) -> dict[str, jax.Array]:
+        """The training set on every device, arrays [N, ...]; uploaded when first asked for."""
+        config = self.config
+        return resident.upload(self.sources["train"], self.mesh, self.check, threads=config.threads, kind=config.loader)
+
+    def batches(self, start: int = 0, stop: int | None = None, *, stack: int = 0) -> Feed:
+        """Training batches of steps start, start + 1, …, as sharded arrays. Close it, or use `with`.
+
+        With `stack` n, of n steps at once, arrays [n, B, ...].
+        """
         config, source = self.config, self.sources["train"]
         varies = isinstance(source, sources.VaryingSource)
         return Feed(
             source.varied(config.seed) if isinstance(source, sources.VaryingSource) else source,
-            order.Shuffled((config.seed,), config.batch_size, len(source)),
+            self.plan,
             sharding.over_batch(self.mesh),
             start=start,
             stop=stop,
             prefetch=config.prefetch,
             varies=varies,
+            stack=stack,
             check=self.check,
             kind=config.loader,
             threads=config.threads,
@@ -106,15 +145,23 @@ class Job:
         return step
 
     @functools.cached_property
-    def outcome(self) -> dict[str, Any]:
-        """The metrics of one train step as ShapeDtypeStructs. Raises UserError for a step that breaks its contract."""
+    def traced(self) -> tuple[Any, dict[str, Any]]:
+        """One train step: its jaxpr, and its metrics as ShapeDtypeStructs.
+
+        Raises UserError for a step that breaks its contract.
+        """
         with precision.scope(self.policy):
-            return contract.outcome(self.steps, self.step_name, self.abstract, self.abstract_batch)
+            return contract.traced(self.steps, self.step_name, self.abstract, self.abstract_batch)
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The metrics of one train step as ShapeDtypeStructs."""
+        return self.traced[1]
 
     def rehearse(self) -> None:
         """Raises UserError for a step or evaluation that cannot be made, or a best step that nothing measures: what
         can be known before anything is computed or written."""
-        _ = self.outcome, self.evaluations
+        _ = self.outcome, self.streamed_for, self.evaluations
         if key := judge.key_that_chooses(self.config):
             if self.judged is None:
                 function = f"evaluate function in step {self.step_name}"
@@ -146,7 +193,10 @@ class Job:
         """Runs the evaluations of this job."""
         config = self.config
         size = config.eval_batch_size or config.batch_size
-        return Evaluator(self.mesh, size, self.check, config.loader, config.threads)
+        loader = config.loader
+        if loader == "auto" and not self.streamed_for:
+            loader = "threads"  # what is read once needs no TensorFlow, whose import takes seconds
+        return Evaluator(self.mesh, size, self.check, loader, config.threads, keep=not self.streamed_for)
 
     def check(self, batch: dict[str, np.ndarray]) -> None:
         """Refuses what the task cannot learn from, such as labels out of range."""
@@ -241,7 +291,7 @@ def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:
         return data
     if data is not None:
         return sources.from_arrays(data)
-    dataset = lookup.build(config.data, lookup.DATASETS, "data set")
+    dataset = lookup.build_of(lookup.DATASET, config.data)
     if config.synthetic == "yes" or (config.synthetic == "if_absent" and not dataset.present()):
         return sources.synthetic(dataset)
     return dataset
@@ -280,7 +330,7 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
             raise UserError(f"evaluation {name} asks for the {source} split, which {job.dataset.name} lacks")
         found = job.sources[source]
     else:
-        other = lookup.build(source, lookup.DATASETS, "data set").open()
+        other = lookup.build_of(lookup.DATASET, source).open()
         found = other.get("test") or other.get("validation") or other["train"]
     if "fn" in wanted:
         function = lookup.resolve(wanted["fn"], lookup.EVALUATIONS, "evaluation function")

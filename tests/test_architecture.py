@@ -23,7 +23,9 @@ train
 loop.loop
 describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening
 loop.advance
+loop.intake
 job
+dispatch
 supply
 contract
 loop.profiler loop.behind loop.judge
@@ -51,7 +53,7 @@ optim
 schedules
 weights weights.families weights.hub
 weights.files weights.names
-data.feed
+data.feed data.resident
 data.host
 data.inputs
 data.csv

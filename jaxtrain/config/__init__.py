@@ -33,7 +33,7 @@ __all__ = [
     "to_json",
 ]
 
-PLACE_OPTIONS = {"data": ("dir",)}  # options of a run key that do not change the result
+PLACE_OPTIONS = {"data": ("dir", "resident")}  # options of a run key that do not change the result
 ROLES = ("train", "validation", "test")
 
 

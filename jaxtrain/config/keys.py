@@ -84,7 +84,13 @@ KEYS = {
     "seed": Key(0, "run", "root of every random stream and of the data order", rule=SEED),
     "total": Key("10ep", "run", "length of the run: epochs '10ep', steps '5000st' or examples '1Mex'", rule=DURATION),
     "batch_size": Key(128, "run", "examples a step, over all devices", rule=POSITIVE),
-    "data": Key(dict(name="digits"), "run", "data set (its `dir` is place)", PART, part=lookup.DATASET),
+    "data": Key(
+        dict(name="digits"),
+        "run",
+        "data set (its `dir` is place, and `resident`: whole on the device, where it fits)",
+        PART,
+        part=lookup.DATASET,
+    ),
     "synthetic": Key(
         "no",
         "run",
@@ -169,6 +175,13 @@ KEYS = {
     "threads": Key(0, "place", "of the data loader; 0: what affinity and cgroup allow", rule=NOT_NEGATIVE),
     "prefetch": Key(2, "place", "batches prepared ahead", rule=NOT_NEGATIVE),
     "loader": Key("auto", "place", "how the host reads", Literal["auto", "threads", "tf.data"]),
+    "steps_per_dispatch": Key(
+        "auto",
+        "place",
+        "handed to the device at once: 1 is a program of one step, more a compiled loop of at most so many",
+        Literal["auto"] | int,
+        Rule("'auto' or 1 or more", lambda value: value == "auto" or value >= 1),
+    ),
     "compile_cache": Key("auto", "place", "folder of compiled programs; 'auto': in the user's cache, '': none"),
     "eval_batch_size": Key(0, "place", "0: batch_size", rule=NOT_NEGATIVE),
     # What a healthy run never meets: no part of the result, so that it may change after a fault

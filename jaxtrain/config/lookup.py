@@ -12,7 +12,7 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ml_collections import ConfigDict
 
@@ -127,12 +127,13 @@ class Kind:
     word: str
     table: Mapping[str, str]
     supplied: tuple[str, ...] = ()
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # jaxtrain's: legal whatever the builder
+    own: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # jaxtrain's, legal whatever the
+    # builder: option → (annotation, default)
 
 
 MODEL = Kind("model", MODELS, ("rngs", "num_classes", "input_shape", "dtype"))
 TASK = Kind("task", TASKS, ("num_classes", "dtype"))
-DATASET = Kind("data set", DATASETS)
+DATASET = Kind("data set", DATASETS, own={"resident": (Literal["auto", "yes", "no"], "auto")})
 AUGMENTATION = Kind("augmentation", AUGMENTATIONS)
 SCHEDULE = Kind("schedule", SCHEDULES, ("total_steps", "steps_of"))
 STEP = Kind("step", STEPS, ("parts", "spec", "num_classes", "augment", "preprocess", "optimizer", "dtype"))
@@ -142,7 +143,7 @@ OPTIMIZER = Kind(
     # Masks come from config.decay_rules; a second rate or decay beside the scheduled ones would escape the
     # schedule.
     ("mask", "weight_decay_mask", "trust_ratio_mask", "weight_decay_rate", "adam_learning_rate"),
-    own={"learning_rate": EMPTY, "weight_decay": 0.0},
+    own={"learning_rate": (float, EMPTY), "weight_decay": (float, 0.0)},
 )
 
 
@@ -214,18 +215,19 @@ def options(builder: Callable[..., Any], supplied: Iterable[str] = ()) -> Option
 
 
 def options_of(kind: Kind, name: str) -> Options:
-    """The legal options of a part. An optimizer always has learning_rate and weight_decay, ours."""
+    """The legal options of a part, among them those that its kind always has.
+
+    An optimizer's learning rate and weight decay are ours: what its builder calls them does not count.
+    """
     builder = resolve(name, kind.table, kind.word)
     supplied = (*kind.supplied, "name")  # a part says by its name which builder it is
-    if not kind.own:
-        return options(builder, supplied)
     named = parameters(builder)
-    rate = list(named)[:1]  # comes first, whatever its name
+    rate = list(named)[:1] if "learning_rate" in kind.own else []  # comes first, whatever its name
     found = options(builder, (*supplied, *rate))
-    for own, default in kind.own.items():
+    for own, (annotation, default) in kind.own.items():
         given = named[own].default if own in named else EMPTY
         default = given if isinstance(given, (int, float)) else default
-        found[own] = inspect.Parameter(own, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=float)
+        found[own] = inspect.Parameter(own, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
     return found
 
 
@@ -285,6 +287,13 @@ def build(part: Part, table: Mapping[str, str], kind: str, **supplied: Any) -> A
     values = conformed(given, options(builder, supplied), f"{kind} {name!r}", kind)
     named = parameters(builder)
     return builder(**values, **{key: value for key, value in supplied.items() if key in named})
+
+
+def build_of(kind: Kind, part: Part, **supplied: Any) -> Any:
+    """`build` of a part of that kind, without the options that are jaxtrain's own."""
+    name, given = split(part)
+    own = {key for key in kind.own if key not in parameters(resolve(name, kind.table, kind.word))}
+    return build({"name": name} | {k: v for k, v in given.items() if k not in own}, kind.table, kind.word, **supplied)
 
 
 def described(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxtrain.data import damage, host
 from jaxtrain.data.order import Plan
@@ -28,9 +28,10 @@ class Feed(Iterator[dict[str, jax.Array]]):
     `plan(step)` says what the step loads. (ids, epochs), as from `order.ids`: the batch has the source's arrays,
     "id" and "epoch" (int32 [B]). Ids alone: it has "id" and "mask" (bool [B]), which is False where the id is
     -1; there the arrays hold another example. A source that bears damaged examples has a "mask" in any case, False
-    for those too. The plan does not know of devices or processes: each process
-    loads the rows that lie on its devices. `varies`: the source is what a VaryingSource is for training, and is asked
-    for numbers of which the epoch is a part. `check(batch)` sees each batch as numpy arrays first, and may raise.
+    for those too. The plan does not know of devices or processes: each process loads the rows that lie on its devices.
+    `varies`: the source is what a VaryingSource is for training, and is asked for numbers of which the epoch is a part.
+    `stack` n: the batches of n steps at once, arrays [n, B, ...]. `check(batch)` sees each batch as numpy arrays first,
+    and may raise.
 
     An exception on the way is raised by `next`. `waited` counts the seconds that the consumer spent in `next`.
     Use it as a context manager, or call `close()`; a feed that is dropped closes itself.
@@ -49,6 +50,7 @@ class Feed(Iterator[dict[str, jax.Array]]):
         threads: int = 0,
         kind: str = "auto",
         varies: bool = False,
+        stack: int = 0,
         check: Callable[[Batch], None] = lambda batch: None,
     ):
         rows = _local_rows(sharding, len(_columns(plan(start))["id"]))
@@ -59,16 +61,17 @@ class Feed(Iterator[dict[str, jax.Array]]):
             start,
             stop,
             threads=threads,
-            lookahead=prefetch,
+            lookahead=prefetch * max(1, stack),
             kind=kind,
         )
         join = operator.or_ if damage.of(source) is None else _joined
+        made = _made(loaded, columns, join, start, check, stack)
         self.waited = 0.0
         self._buffer = _Buffer(max(1, prefetch))
         # The thread must not hold the feed, or a feed that is dropped would live for ever.
         thread = threading.Thread(
             target=_fill,
-            args=(self._buffer, loaded, columns, join, start, check, functools.partial(_put, sharding)),
+            args=(self._buffer, made, functools.partial(_put, _of_stack(sharding) if stack else sharding)),
             name="jaxtrain-feed",
             daemon=True,
         )
@@ -129,24 +132,35 @@ class _Buffer:
             self._change.notify_all()
 
 
-def _fill(
-    buffer: _Buffer,
+def _made(
     loaded: Generator[Batch, None, None],
     columns: Callable[[int], Batch],
     join: Callable[[Batch, Batch], Batch],
     step: int,
     check: Callable[[Batch], None],
-    put: Callable[[Batch], dict[str, jax.Array]],
-) -> None:
+    stack: int,
+) -> Generator[Batch, None, None]:
+    """The batches, joined and checked; with `stack`, so many of them as one."""
+    group = []
+    with contextlib.closing(loaded):
+        for arrays in loaded:
+            batch = join(arrays, columns(step))
+            check(batch)
+            step += 1
+            group.append(batch)
+            if len(group) < stack:
+                continue
+            yield {key: np.stack([each[key] for each in group]) for key in batch} if stack else batch
+            group = []
+
+
+def _fill(buffer: _Buffer, made: Generator[Batch, None, None], put: Callable[[Batch], dict[str, jax.Array]]) -> None:
     """The thread: loads, checks and transfers until the batches end or the buffer is closed."""
     try:
-        with contextlib.closing(loaded):
-            for arrays in loaded:
-                batch = join(arrays, columns(step))
-                check(batch)
+        with contextlib.closing(made):
+            for batch in made:
                 if not buffer.put(put(batch)):
                     return
-                step += 1
         buffer.end(StopIteration())
     except BaseException as error:
         buffer.end(error)
@@ -194,6 +208,12 @@ def _local_rows(sharding: Sharding, size: int) -> np.ndarray | slice:
         return slice(None)
     shards = sharding.addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[index] for index in shards if index is not None]))
+
+
+def _of_stack(sharding: Sharding) -> Sharding:
+    """Where [n, B, ...] lies whose batches [B, ...] lie as told."""
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def _put(sharding: Sharding, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

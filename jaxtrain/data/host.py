@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import damage
-from jaxtrain.data.sources import ArraySource, Batch, EncodedSource, Source, Subset, SyntheticSource
+from jaxtrain.data.sources import ArraySource, Batch, EncodedSource, Source, Subset, SyntheticSource, example_bytes
 from jaxtrain.data.tensorflow_cpu import tensorflow
 from jaxtrain.errors import UserError
 from jaxtrain.machine.hardware import cpu_count
@@ -47,7 +47,7 @@ def batches(
     threads = threads or cpu_count()
     if isinstance(source, EncodedSource) and kind != "threads":
         return _by_tf_data(source, plan, start, stop, threads, lookahead)
-    if _is_quick(source) and _bytes(source) * len(plan(start)) <= _SMALL_BYTES:
+    if _is_quick(source) and example_bytes(source) * len(plan(start)) <= _SMALL_BYTES:
         return (damage.load(source, plan(step)) for step in _steps(start, stop))
     return _by_threads(source, plan, start, stop, threads, lookahead)
 
@@ -61,11 +61,6 @@ def _is_quick(source: Source) -> bool:
     while isinstance(source, Subset):
         source = source.source
     return isinstance(source, ArraySource | SyntheticSource)
-
-
-def _bytes(source: Source) -> int:
-    """Of one example."""
-    return sum(math.prod(field.shape) * np.dtype(field.dtype).itemsize for field in source.spec.values())
 
 
 def _by_threads(

@@ -143,6 +143,11 @@ class EncodedSubset(Subset):
         return self.source.describe(int(self.ids[number]))
 
 
+def example_bytes(source: Source) -> int:
+    """Of one example's arrays."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in source.spec.values())
+
+
 def subset(source: Source, ids: np.ndarray) -> Subset:
     """The examples `ids` of `source`, in that order."""
     return EncodedSubset(source, ids) if isinstance(source, EncodedSource) else Subset(source, ids)

@@ -1,29 +1,42 @@
-"""The compiled program of a run: one step, and the metrics of the report interval summed on the device."""
+"""The compiled program of a run: one step or a loop of them, and the metrics of the interval summed on the device."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 
 from jaxtrain import sharding
 from jaxtrain.errors import NonFiniteError
 from jaxtrain.job import Job
+from jaxtrain.loop.intake import batch_of
 from jaxtrain.metrics import as_monoids, empty, merge
 
-
-def plain_advance(job: Job) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """(state, sums, batch) -> (state, sums): one program for the whole run, the state donated."""
-    return jax.jit(functools.partial(_advance, job.steps.train), donate_argnums=0, out_shardings=_shardings(job))
+Advance = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (state, sums, data, steps) -> (state, sums)
 
 
-def checked_advance(job: Job) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+def plain_advance(job: Job) -> Advance:
+    """One program for the whole run, the state donated; `data` is what an intake gives for that many steps."""
+    step = functools.partial(_advance, job.steps.train, batch_of(job))
+    compiled = functools.partial(jax.jit, donate_argnums=0, out_shardings=_shardings(job))
+    if job.steps_per_dispatch == 1:
+        single = compiled(step)
+        return lambda state, sums, data, steps: single(state, sums, data)
+    fused = compiled(functools.partial(_repeat, step))
+    number = functools.cache(lambda steps: jax.device_put(np.int32(steps), sharding.replicated(job.mesh)))
+    return lambda state, sums, data, steps: fused(state, sums, data, number(steps))
+
+
+def checked_advance(job: Job) -> Advance:
     """The same step with a check behind every operation: raises NonFiniteError naming the first that made a NaN."""
-    checked = jax.jit(checkify.checkify(functools.partial(_advance, job.steps.train), checkify.nan_checks))
+    step = functools.partial(_advance, job.steps.train, batch_of(job))
+    checked = jax.jit(checkify.checkify(step, checkify.nan_checks))
 
-    def advance(state: Any, sums: Any, batch: Any) -> tuple[Any, Any]:
-        error, result = checked(state, sums, batch)
+    def advance(state: Any, sums: Any, data: Any, steps: int) -> tuple[Any, Any]:
+        error, result = checked(state, sums, data)
         if message := error.get():
             first = message.splitlines()[0]
             raise NonFiniteError(f"--debug: in the step after step {int(state.step)}: {first}")
@@ -32,9 +45,18 @@ def checked_advance(job: Job) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     return advance
 
 
-def _advance(step: Callable[..., Any], state: Any, sums: Any, batch: Any) -> tuple[Any, Any]:
-    state, metrics = step(state, batch)
+def _advance(train: Callable[..., Any], find: Callable[..., Any], state: Any, sums: Any, data: Any) -> tuple[Any, Any]:
+    state, metrics = train(state, find(data, state.step + state.offset))
     return state, merge(sums, as_monoids(metrics))
+
+
+def _repeat(step: Callable[..., Any], state: Any, sums: Any, data: Any, steps: jax.Array) -> tuple[Any, Any]:
+    """`steps` (int32 [], given at run time, so that one program serves them all) steps in a compiled loop."""
+
+    def body(_: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        return step(*carry, data)
+
+    return jax.lax.fori_loop(jnp.int32(0), steps, body, (state, sums))
 
 
 def _shardings(job: Job) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import contract
-from jaxtrain.data.feed import Feed
 from jaxtrain.errors import NonFiniteError, StorageError
 from jaxtrain.job import Job
 from jaxtrain.loop import agreement, finite
@@ -24,6 +23,7 @@ from jaxtrain.loop.advance import abstract_sums, checked_advance, plain_advance,
 from jaxtrain.loop.agreement import Wishes
 from jaxtrain.loop.behind import Behind, Interval
 from jaxtrain.loop.due import Due
+from jaxtrain.loop.intake import Intake, open_intake
 from jaxtrain.loop.judge import is_better, out_of_patience
 from jaxtrain.loop.nonfinite import study
 from jaxtrain.loop.opening import intervals
@@ -57,6 +57,8 @@ class Loop:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        if self.debug:
+            self.job = step_by_step(self.job)
         config = self.job.config
         self.step = int(self.state.step)
         self.zeros = zero_sums(self.job)
@@ -96,10 +98,10 @@ class Loop:
 
     def train(self, trace: Callable[[int], None]) -> None:
         """From where the state is to the end of the run or an interruption. Raises NonFiniteError at a fault."""
-        with self.job.batches(self.step + int(self.state.offset)) as batches:
+        with self.opened() as intake:
             while not (self.complete() or self.interrupted()):
                 trace(self.step)
-                self.span(batches, self.due.next(self.step))
+                self.span(intake, self.due.next(self.step))
                 due = self.due.at(self.step)
                 if "report" in due:
                     self.write_interval()
@@ -109,31 +111,36 @@ class Loop:
                 if best or self.save_is_due(due):
                     self.save(best)
 
-    def span(self, batches: Feed, until: int) -> None:
+    def opened(self) -> Intake:
+        """Where batches come from, from the state's position on. Uploads a set that is to be resident."""
+        with self.stop.away(self.keeper()):
+            return open_intake(self.job, self.step + int(self.state.offset))
+
+    def span(self, intake: Intake, until: int) -> None:
         """Hands steps to the device, up to `until` or an interruption. Nothing here reads a result."""
-        waited = batches.waited
+        waited = intake.waited
         self.pace.begin(self.step)
         with jax.transfer_guard("allow" if self.debug else "disallow"):
             waiting = self.stop.away(self.keeper())
             while self.step < until:
                 with waiting:
-                    batch = next(batches)
+                    data, steps = intake.take(until - self.step)
                 if not self.compiled:
                     self.watchdog.pause()
-                self.state, self.sums = self.advance(self.state, self.sums, batch)
-                self.step += 1
+                self.state, self.sums = self.advance(self.state, self.sums, data, steps)
+                self.step += steps
                 self.agreed.tick()
                 if self.compiled:
                     self.pace.dispatched(self.step, self.sums)
                 else:  # the first call compiles: that is no part of the speed, and no hang
-                    self.compiled, waited = True, batches.waited
+                    self.compiled, waited = True, intake.waited
                     self.pace.begin(self.step)
                     self.watchdog.beat()
                     self.stop.working()
                     waiting = self.stop.away(self.keeper())
                 if self.interrupted() or self.minutes_passed():
                     break
-        self.waited += batches.waited - waited
+        self.waited += intake.waited - waited
 
     def write_interval(self) -> None:
         """Ends a report interval. What is written now is the one before it."""
@@ -295,6 +302,14 @@ def restore(job: Job, checkpoints: Checkpoints, step: int) -> tuple[Any, Any]:
     """State and sums as they were saved at `step`."""
     restored = checkpoints.restore(step, {"state": job.abstract, "sums": abstract_sums(job)})
     return restored["state"], restored["sums"]
+
+
+def step_by_step(job: Job) -> Job:
+    """The same with a program of one step, which takes its batch from outside: so that each can be looked at."""
+    config = job.config.copy_and_resolve_references()
+    config.steps_per_dispatch = 1
+    config.data.resident = "no"
+    return dataclasses.replace(job, config=config)
 
 
 def tell_left_out(job: Job, report: Report) -> None:

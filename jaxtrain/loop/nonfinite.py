@@ -34,8 +34,7 @@ def study(job: Job, halted: Any, step: int, folder: Path | None) -> str:
     assert job.parts is not None
     before = dataclasses.replace(halted, step=jnp.full_like(halted.step, step - 1))
     position = step - 1 + int(before.offset)
-    with job.batches(position, position + 1) as batches:
-        batch = next(batches)
+    batch = batch_at(job, position)
     found, rows = sharding.gathered(job.mesh, _flags(job.parts, before, batch))
     wrong = [path for stage, flags in zip(STAGES, found, strict=True) for path in _not_finite(stage, flags)]
     loaded = sharding.gathered(job.mesh, batch)
@@ -48,6 +47,12 @@ def study(job: Job, halted: Any, step: int, folder: Path | None) -> str:
         return f"; computed again, everything is finite: the device or the step is not deterministic{where}"
     of = f"examples {_listed(ids)}" if 0 < len(ids) < len(rows) else f"all {len(loaded['id'])} examples"
     return f"; first in {wrong[0]}{f', with {of} of the batch' if ids else ''}{where}"
+
+
+def batch_at(job: Job, position: int) -> dict[str, jax.Array]:
+    """The batch at a data position, read again."""
+    with job.batches(position, position + 1) as batches:
+        return next(batches)
 
 
 STAGES = ("params", "model_state", "batch", "outputs", "losses", "gradients", "grad_norm")  # in this order computed

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-IN_FLIGHT = 16  # steps handed to the device and not yet finished, at most: more would only hold memory
-AHEAD = 0.2  # seconds of work in flight, at most: a signal waits for it (but for two steps, so that none idles)
+IN_FLIGHT = 16  # dispatches handed to the device and not yet finished, at most: more would only hold memory
+AHEAD = 0.2  # seconds of work in flight, at most: a signal waits for it (but for two dispatches, so that none idles)
 
 
 class Pace:
     """Follows the steps in flight. A dispatch returns at once, so the time between two of them says nothing.
 
-    A step counts as done when the array that it made is ready. Time in which nothing is in flight (evaluations,
-    checkpoints, the first compilation) is not counted. `beat` is called for each step that is done.
+    A step, or a loop of them, counts as done when the array that it made is ready. Time in which nothing is in flight
+    (evaluations, checkpoints, the first compilation) is not counted. `beat` is called for each that is done.
     """
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
@@ -30,7 +30,7 @@ class Pace:
             self._pause((step, time.monotonic()))
 
     def dispatched(self, step: int, result: Any) -> None:
-        """`result` (a tree of arrays) is being made by `step`. Waits where too many steps are in flight."""
+        """`result` (a tree of arrays) is being made by `step`. Waits where too much is in flight."""
         self._waiting.append((step, jax.tree.leaves(result)[0]))
         while len(self._waiting) > self._limit:
             self._waiting[0][1].block_until_ready()
@@ -40,7 +40,7 @@ class Pace:
 
     def _finished(self) -> None:
         step, now = self._waiting.popleft()[0], time.monotonic()
-        seconds = (now - self._done[1]) / max(1, step - self._done[0])
+        seconds = now - self._done[1]
         self._limit = int(min(IN_FLIGHT, max(2, AHEAD / max(seconds, 1e-6))))
         self._done = (step, now)
         self._beat()

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 _GOOGLE = "0x1ae0"  # PCI vendor
@@ -60,6 +61,16 @@ def cpu_count(root: str | Path = "/") -> int:
     return max(1, math.floor(min(allowed, _quota(Path(root)))))
 
 
+def memory(root: str | Path = "/") -> int:
+    """Bytes of main memory that this process may use: the machine's, or what its control groups grant; 0: unknown."""
+    lines = _read(Path(root) / "proc/meminfo").splitlines()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")]
+    for group in _groups(Path(root), "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            found += [int(text) for text in [_read(group / name)] if text.isdigit()]
+    return min(found, default=0)
+
+
 def cpu_key(root: str | Path = "/") -> str:
     """A text that is equal on machines that can run each other's compiled programs."""
     try:
@@ -90,17 +101,19 @@ def _is_tpu(device: Path) -> bool:
 
 
 def _quota(root: Path) -> float:
-    """CPUs that the control groups grant; from this process's own group up to the root."""
-    quotas = [math.inf]
+    """CPUs that the control groups grant."""
+    return min([math.inf, *map(_granted, _groups(root, "cpu"))])
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups (v1 and v2), from its own up to the root."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mounts = ["sys/fs/cgroup"] if not controllers else [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"]
+        mounts = [f"sys/fs/cgroup/{each}" for each in (controllers, controller)] if controllers else ["sys/fs/cgroup"]
         inside = Path(path.strip("/"))
-        for mount in mounts:
-            quotas += [_granted(root / mount / group) for group in (inside, *inside.parents)]
-    return min(quotas)
+        yield from (root / mount / group for mount in mounts for group in (inside, *inside.parents))
 
 
 def _granted(group: Path) -> float:

@@ -42,10 +42,23 @@ def poisonable(original: Callable[..., Any], builder: Any, *args: Any, **options
     return dataclasses.replace(supply, parts=dataclasses.replace(supply.parts, task=Poisoned(supply.parts.task)))
 
 
-def dose(batch: Mapping[str, jax.Array], position: int, positions: Collection[int]) -> dict[str, jax.Array]:
-    """The batch with the column, true in the first row at those data positions."""
-    ids = batch["id"]
-    column = np.zeros(ids.shape, bool)
-    column[:1] = position in positions
+def found(positions: Collection[int], original: Callable[..., Any], job: Any) -> Callable[..., Any]:
+    """Stands around `jaxtrain.loop.intake.batch_of`: each batch that it finds gets the column."""
+    find = original(job)
+
+    def dosed(data: Any, position: jax.Array) -> dict[str, jax.Array]:
+        return dose(find(data, position), position, positions)
+
+    return dosed
+
+
+def again(positions: Collection[int], original: Callable[..., Any], job: Any, position: int) -> dict[str, jax.Array]:
+    """Stands around `jaxtrain.loop.nonfinite.batch_at`."""
     with jax.transfer_guard("allow"):
-        return {**batch, COLUMN: jax.device_put(column, ids.sharding)}
+        return dose(original(job, position), jnp.int32(position), positions)
+
+
+def dose(batch: Mapping[str, jax.Array], position: jax.Array, positions: Collection[int]) -> dict[str, jax.Array]:
+    """The batch with the column, true in the first row at those data positions."""
+    first = jnp.arange(batch["id"].shape[0], dtype=jnp.int32) == 0
+    return {**batch, COLUMN: first & jnp.isin(position, np.array(sorted(positions), np.int32))}

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,6 +99,12 @@ class Stage:
             self.note(goal=step)
             inflict.sigterm(self.plan)
 
+    def steps_until(self, limit: int) -> int:
+        """How many of the next `limit` steps may be dispatched at once."""
+        fault = self.plan.fault
+        stops = [self.plan.goal, fault.step if fault is not None else 0]
+        return min([limit, *(stop - self.step - 1 for stop in stops if stop > self.step + 1)])
+
     def _arm(self, fault: Fault) -> threading.Timer:
         timer = threading.Timer(fault.seconds, self.fall)
         timer.daemon = True
@@ -121,9 +126,8 @@ def arrange(stage: Stage, rest: contextlib.ExitStack) -> None:
     Imports JAX, before whose import `devices.quiet` must have run.
     """
     from jaxtrain import supply, train
-    from jaxtrain.data.feed import Feed
     from jaxtrain.job import Job
-    from jaxtrain.loop import loop
+    from jaxtrain.loop import advance, loop, nonfinite
     from jaxtrain.rehearsal import poison
     from jaxtrain.storage.checkpoint import Checkpoints
 
@@ -132,14 +136,15 @@ def arrange(stage: Stage, rest: contextlib.ExitStack) -> None:
     _wrap(loop.Loop, "run", functools.partial(_run, stage))
     batches = _Batches(stage)
     _wrap(loop, "plain_advance", batches.advanced)
-    _wrap(Job, "batches", batches.opened)
-    _wrap(Feed, "__next__", batches.taken)
+    _wrap(loop, "open_intake", batches.opened)
     saves = _Saves(stage)
     _wrap(Checkpoints, "save", saves.begun)
     _wrap(Checkpoints, "_finish", saves.finished)
     _wrap(train, "finish", functools.partial(_ended, stage, rest))
     if stage.plan.poison is not None:
         _wrap(supply, "for_step", poison.poisonable)
+        _wrap(advance, "batch_of", functools.partial(poison.found, stage.plan.poison))
+        _wrap(nonfinite, "batch_at", functools.partial(poison.again, stage.plan.poison))
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -177,55 +182,65 @@ def _ended(stage: Stage, rest: contextlib.ExitStack, original: Callable[..., Any
 
 
 class _Batches:
-    """From the training feed to the step: the data phase lasts until the first batch, the first step compiles."""
+    """From the data to the step: the data phase lasts until the first batch, the first dispatch compiles."""
 
     def __init__(self, stage: Stage):
         self._stage = stage
-        self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # feed → data position
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # the feeds that steps take from
         self._offset = 0
         self._phase = contextlib.ExitStack()
 
-    def opened(self, original: Callable[..., Any], job: Any, start: int = 0, stop: int | None = None) -> Any:
-        """`Job.batches`: without an end for the loop, else for those who look at a batch again."""
-        if stop is None:
-            self._phase.close()
-            self._phase.enter_context(self._stage.phase("data"))
-            self._offset = start - self._stage.step
-        feed = original(job, start, stop)
-        self._next[feed] = start
-        if stop is None:
-            self._training.add(feed)
-        return feed
-
-    def taken(self, original: Callable[..., Any], feed: Any) -> Any:
-        if feed not in self._next:  # of an evaluation
-            return original(feed)
-        if feed in self._training:
-            self._stage.begin_step()
-        batch = original(feed)
+    def opened(self, original: Callable[..., Any], job: Any, position: int) -> Any:
+        """What the loop takes from, watched."""
         self._phase.close()
-        position, poisoned = self._next[feed], self._stage.plan.poison
-        self._next[feed] += 1
-        if poisoned is None:
-            return batch
-        from jaxtrain.rehearsal import poison
+        self._phase.enter_context(self._stage.phase("data"))
+        self._offset = position - self._stage.step
+        return _Watched(original(job, position), self)
 
-        return poison.dose(batch, position, poisoned)
+    def taken(self, take: Callable[[int], tuple[Any, int]], limit: int) -> tuple[Any, int]:
+        """A dispatch ends where a fault or the goal is due, so that it falls at that step."""
+        self._stage.begin_step()
+        data, steps = take(self._stage.steps_until(limit))
+        self._phase.close()
+        return data, steps
 
     def advanced(self, original: Callable[..., Any], job: Any) -> Callable[..., Any]:
-        """The step; each batch that it took is told."""
-        advance, first, stage = original(job), True, self._stage
+        """The program; the ids of each batch that it took are told."""
+        from jaxtrain.loop.intake import batch_of
 
-        def told(state: Any, sums: Any, batch: Any) -> Any:
+        advance, first, stage = original(job), True, self._stage
+        ids = _ids(batch_of(job))
+
+        def told(state: Any, sums: Any, data: Any, steps: int) -> Any:
             nonlocal first
             with stage.phase("compile") if first else contextlib.nullcontext():
-                result = advance(state, sums, batch)
+                result = advance(state, sums, data, steps)
             first = False
-            stage.note(step=stage.step + 1, offset=self._offset, ids=_checksum(batch["id"]))
+            for step in range(stage.step, stage.step + steps):
+                stage.note(step=step + 1, offset=self._offset, ids=ids(data, step + self._offset))
             return result
 
         return told
+
+
+class _Watched:
+    """An intake whose `take` the stage sees."""
+
+    def __init__(self, intake: Any, batches: _Batches):
+        self._intake, self._batches = intake, batches
+
+    @property
+    def waited(self) -> float:
+        return float(self._intake.waited)
+
+    def take(self, limit: int) -> tuple[Any, int]:
+        return self._batches.taken(self._intake.take, limit)
+
+    def __enter__(self) -> "_Watched":
+        self._intake.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._intake.__exit__(*exception)
 
 
 class _Saves:
@@ -257,13 +272,19 @@ def _listing(stage: Stage) -> list[str]:
         return []
 
 
-def _checksum(ids: Any) -> int:
-    """CRC-32 of the ids of a batch, read from the device."""
+def _ids(find: Callable[..., Any]) -> Callable[[Any, int], int]:
+    """(data, position) → CRC-32 of the ids of the batch there, as the program finds it and read from the device."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
-    with jax.transfer_guard("allow"):
-        return zlib.crc32(np.ascontiguousarray(ids).tobytes())
+    found = jax.jit(lambda data, position: find(data, position)["id"])
+
+    def checksum(data: Any, position: int) -> int:
+        with jax.transfer_guard("allow"):
+            return zlib.crc32(np.ascontiguousarray(found(data, jnp.int32(position))).tobytes())
+
+    return checksum
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,15 +36,19 @@ ARITHMETIC = (
 )
 SURROUNDINGS = ("JAX_", "XLA_", "TPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID")
 # What may change a result. The rest (host, time, command, cores) is told, not compared.
-COMPARED = ("python", "packages", "processor", "devices", "processes", "layout", "arithmetic", "code", "modules")
+COMPARED = (
+    *("python", "packages", "processor", "devices", "processes", "layout", "program", "arithmetic", "code", "modules"),
+)
 
 
-def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None, layout: str = "") -> dict[str, Any]:
+def collect(
+    modules: Iterable[str] = (), devices: Iterable[Any] | None = None, layout: str = "", program: str = ""
+) -> dict[str, Any]:
     """What this process runs on, as JSON: versions, devices, platform, revision of the code, command line.
 
     `modules` names a user's own modules ("my_lab.nets"): the sources of their whole packages are hashed, as
     far as they are loaded. `devices` are those of the run's mesh (None: all), `layout` says how arrays lie on
-    them. Starts JAX's backend if need be.
+    them, `program` what is compiled as one. Starts JAX's backend if need be.
     """
     import jax
 
@@ -62,6 +66,7 @@ def collect(modules: Iterable[str] = (), devices: Iterable[Any] | None = None, l
         "devices": _devices(jax.devices() if devices is None else devices),
         "processes": jax.process_count(),
         "layout": layout,
+        "program": program,
         "arithmetic": {name: value for name, value in variables.items() if name in ARITHMETIC},
         "surroundings": {
             name: value for name, value in variables.items() if name.startswith(SURROUNDINGS) and name not in ARITHMETIC

@@ -32,11 +32,12 @@ def continued(
             raise UserError(f"--mode=eval needs the workdir of a run; {folder} is none")
         return config, []
     workdir.refuse_another_run(folder, old, config, _given(objects))
-    if config.precision != "auto":
-        return config, []
-    config = config.copy_and_resolve_references()
-    config.precision = old.precision
-    return config, [f"precision {old.precision}, as chosen at the first start"]
+    config, notes = config.copy_and_resolve_references(), []
+    for key in ("precision", "steps_per_dispatch"):
+        if config[key] == "auto":
+            config[key] = getattr(old, key)
+            notes.append(f"{key} {config[key]}, as chosen at the first start")
+    return config, notes
 
 
 def another_length(job: Job, old: Record | None, step: int) -> str:
@@ -68,10 +69,12 @@ def record(job: Job, config: ConfigDict, folder: Path, objects: Mapping[str, Any
             num_classes=job.dataset.num_classes,
             class_names=tuple(job.dataset.class_names),
             sizes={role: len(source) for role, source in job.sources.items()},
+            steps_per_dispatch=job.steps_per_dispatch,
             objects=_given(objects),
         ),
     )
-    now = environment.collect(set(_modules(config, objects)), job.mesh.devices.flatten(), _layout(job))
+    program = "one step" if job.steps_per_dispatch == 1 else "a loop of steps"
+    now = environment.collect(set(_modules(config, objects)), job.mesh.devices.flatten(), _layout(job), program)
     return environment.record(folder, now)
 
 

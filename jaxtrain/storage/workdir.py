@@ -32,6 +32,7 @@ class Record:
     num_classes: int | None
     class_names: tuple[str, ...]
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # role → examples: durations depend on it
+    steps_per_dispatch: int = 1  # what "auto" became; older versions knew only single steps
     objects: tuple[str, ...] = ()  # parts given as objects in a notebook, which no config can name
 
 
@@ -55,6 +56,7 @@ def read(folder: Path) -> Record | None:
         num_classes=data["num_classes"],
         class_names=tuple(data["class_names"]),
         sizes=data.get("sizes", {}),
+        steps_per_dispatch=content.get("steps_per_dispatch", 1),
         objects=tuple(content["objects"]),
     )
 
@@ -64,6 +66,7 @@ def write(folder: Path, record: Record) -> None:
     content: dict[str, Any] = {
         "format": FORMAT,
         "precision": record.precision,
+        "steps_per_dispatch": record.steps_per_dispatch,
         "objects": list(record.objects),
         "data": {
             "spec": {name: [list(leaf.shape), np.dtype(leaf.dtype).name] for name, leaf in record.spec.items()},
