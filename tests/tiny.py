@@ -20,6 +20,9 @@ def config(**changes: Any):
     config.report_every = "5st"
     config.eval_every = "8st"
     config.checkpoint = dict(every="10st", minutes=0.0, keep=2, keep_every="")
+    # A step a dispatch, each batch from the host: most tests look in between. test_dispatch.py has the other ways.
+    config.steps_per_dispatch = 1
+    config.data.resident = "no"
     config.terminal = "quiet"
     config.tensorboard = False
     for key, value in changes.items():
