@@ -55,6 +55,13 @@ def test_three_kills_change_no_bit_of_any_config(spec):
     assert len(verified(f"{spec}:smoke").faults) == 3
 
 
+@pytest.mark.parametrize("place", ["yes", "no"])
+def test_kills_within_loops_of_steps_change_no_bit(place):
+    """Dispatches of up to five steps, which the kills cut and a resumed run groups anew."""
+    changes = ("model=mlp", "steps_per_dispatch=5", f"data.resident={place}")
+    assert len(verified("configs/digits.py:smoke", *changes).faults) == 3
+
+
 def test_each_fault_is_answered_as_documented():
     """Reports 16, 35, 37, 40: each fault of the table in one run, which ends as if none had been."""
     found = verified("configs/digits.py:smoke", inject=",".join(IN_ONE_RUN))
