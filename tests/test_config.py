@@ -57,6 +57,7 @@ OTHER = {
     "threads": 3,
     "prefetch": 4,
     "loader": "threads",
+    "steps_per_dispatch": 4,
     "compile_cache": "",
     "eval_batch_size": 256,
     "report_every": "10st",

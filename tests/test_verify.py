@@ -350,7 +350,7 @@ def test_all_that_is_wrapped_is_where_the_run_takes_it_from(monkeypatch):
     monkeypatch.setattr(rehearse, "_wrap", lambda owner, name, around: wrapped.append((owner, name)))
     stage = rehearse.Stage(rehearse.Plan((), "", poison=()))
     rehearse.arrange(stage, contextlib.ExitStack())
-    assert len(wrapped) == 10 and [name for owner, name in wrapped if not callable(getattr(owner, name, None))] == []
+    assert len(wrapped) == 11 and [name for owner, name in wrapped if not callable(getattr(owner, name, None))] == []
 
 
 def test_a_plan_goes_through_json_and_back():
