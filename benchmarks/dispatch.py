@@ -3,13 +3,14 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.table import Row
+from benchmarks.turns import interleaved, ratio
 from jaxtrain import sharding, train
 from jaxtrain.config import base_config
 from jaxtrain.data import augment, resident, sources
@@ -25,26 +26,30 @@ PICTURES, BATCH, SIDE, PADDING = 5_000, 500, 32, 4
 
 def measure() -> Iterator[Row]:
     """A tiny MLP on resident data; flips and crops of 32×32 pictures."""
-    single, fused = alternating(_steps(1), _steps(32))
-    detail = f"{1e6 * single / STEPS:.0f} µs single, {1e6 * fused / STEPS:.0f} µs a step of 32"
-    yield Row("steps/s, 32 fused ÷ single, tiny MLP", single / fused, 1.4, detail, at_least=True)
-    ours, theirs = alternating(_on_device(), _by_tf_data())
-    detail = f"{PICTURES / ours:,.0f} against {PICTURES / theirs:,.0f} pictures/s"
+    found = interleaved({"single": _timed(_steps(1)), "fused": _timed(_steps(32))}, ROUNDS)
+    detail = "{single:.0f} µs single, {fused:.0f} µs a step of 32".format(**_medians(found, 1e6 / STEPS))
+    yield Row(
+        "steps/s, 32 fused ÷ single, tiny MLP", ratio(found["single"], found["fused"]), 1.4, detail, at_least=True
+    )
+    found = interleaved({"ours": _timed(_on_device()), "theirs": _timed(_by_tf_data())}, ROUNDS)
+    detail = "{ours:.2f} µs a picture, {theirs:.2f} by tf.data".format(**_medians(found, 1e6 / PICTURES))
     name = "pictures/s, gather, flip and crop of a resident set ÷ tf.data's flip and crop"
-    yield Row(name, theirs / ours, 5, detail, at_least=True)
+    yield Row(name, ratio(found["theirs"], found["ours"]), 5, detail, at_least=True)
 
 
-def alternating(*functions: Callable[[], None]) -> list[float]:
-    """Median seconds of each, one after the other, so that whatever else the machine does hits them all."""
-    for function in functions:
+def _timed(function: Callable[[], None]) -> Callable[[], float]:
+    """The seconds that it takes."""
+
+    def seconds() -> float:
+        began = time.perf_counter()
         function()
-    seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(ROUNDS):
-        for taken, function in zip(seconds, functions, strict=True):
-            began = time.perf_counter()
-            function()
-            taken.append(time.perf_counter() - began)
-    return [statistics.median(taken) for taken in seconds]
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def _medians(found: Mapping[str, list[float]], unit: float) -> dict[str, float]:
+    return {name: unit * statistics.median(seconds) for name, seconds in found.items()}
 
 
 def _steps(number: int) -> Callable[[], None]:
