@@ -151,6 +151,7 @@ def our_job(network: Network) -> Job:
     config.schedule = dict(name="constant")
     config.batch_size, config.devices, config.precision = network.batch, 1, "float32"
     config.eval_every, config.test = "", "no"
+    config.steps_per_dispatch, config.data.resident = 1, "no"  # as the references take their steps
     inputs, labels = network.examples()
     if network.length:
         last = labels[:, -1:].astype(inputs.dtype)
@@ -171,7 +172,7 @@ def our_step(job: Job, state: Any) -> Run:
         sums = zeros
         with precision.scope(job.policy):
             for _ in range(steps):
-                state, sums = advance(state, sums, batch)
+                state, sums = advance(state, sums, batch, 1)
         jax.block_until_ready(state)
         return metrics.compute(sums)["loss"]
 
