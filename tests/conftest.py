@@ -37,10 +37,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+# What these say holds of any program: theirs are compiled in half the time, without LLVM's optimisations. Where bits of
+# two programs are compared, or speeds, a module is not among them; nor are processes that tests start.
+UNOPTIMISED = {
+    *("augment", "bring_your_own", "classification", "commands", "contract", "corrupt", "evaluate", "extending"),
+    *("language", "language_models", "mirror", "model", "models", "nonfinite", "own_steps", "predict", "regression"),
+    *("report", "restart", "segmentation", "stopping", "storage", "watchdog"),
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs() -> Iterator[None]:
-    """Else a process keeps all programs of all modules; XLA once aborted one late in the slow tests."""
+def programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How those of a module are compiled. After it they are forgotten: XLA once aborted a process that kept them all."""
+    quickly = request.module.__name__.removeprefix("test_") in UNOPTIMISED
+    jax.config.update("jax_disable_most_optimizations", quickly)
     yield
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
 
 

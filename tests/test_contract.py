@@ -66,7 +66,12 @@ LOSS = {"loss": jnp.float32(1)}
     ids=["class", "partial", "partial by keyword", "function"],
 )
 def test_a_model_of_ones_own(model, width):
-    assert run(model=model).params["hidden"]["kernel"].shape == (64, width)
+    job = train.build(tiny.config(), data=tiny.data(), model=model)
+    assert job.abstract.params["hidden"]["kernel"].shape == (64, width)
+
+
+def test_a_model_of_ones_own_trains():
+    assert int(run(model=functools.partial(Net, width=5)).state.step) == 3
 
 
 @pytest.mark.parametrize(
@@ -172,6 +177,11 @@ def test_a_state_that_does_not_fit(state, said):
 PICTURES = np.zeros((3, 8, 8, 1), np.uint8)
 
 
+@pytest.fixture(scope="module")
+def trained():
+    return run()
+
+
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -185,8 +195,8 @@ PICTURES = np.zeros((3, 8, 8, 1), np.uint8)
         PICTURES.astype(np.float64),
     ],
 )
-def test_predict_takes(inputs):
-    assert np.array_equal(run().predict(inputs)["label"], run().predict(PICTURES)["label"])
+def test_predict_takes(inputs, trained):
+    assert np.array_equal(trained.predict(inputs)["label"], trained.predict(PICTURES)["label"])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,6 @@ def test_predict_takes(inputs):
         ({"picture": PICTURES}, "named picture; this model learnt from image, label"),
     ],
 )
-def test_predict_refuses(inputs, said):
+def test_predict_refuses(inputs, said, trained):
     with pytest.raises(UserError, match=said):
-        run().predict(inputs)
+        trained.predict(inputs)

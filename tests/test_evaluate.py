@@ -14,11 +14,18 @@ def evaluated(state=None, **changes):
     return job.evaluate("eval", job.initial() if state is None else state)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("batch", [1, 7, 16, 37, 64])
-def test_counts_all_examples_and_gives_the_same_values(batch, devices):
+@pytest.fixture(scope="module")
+def whole():
+    """What one device finds in one batch."""
+    return evaluated(eval_batch_size=37, devices=1)
+
+
+# One example a batch, a ragged last batch, one batch, half a batch: on devices that divide it and that do not.
+@pytest.mark.parametrize(
+    ("batch", "devices"), [(1, 1), (1, 8), (7, 1), (7, 2), (7, 8), (16, 2), (16, 8), (37, 2), (37, 8), (64, 8)]
+)
+def test_counts_all_examples_and_gives_the_same_values(batch, devices, whole):
     """Report 1."""
-    whole = evaluated(eval_batch_size=37, devices=1)
     found = evaluated(eval_batch_size=batch, devices=devices)
     assert found["eval/accuracy"] == whole["eval/accuracy"]
     assert found["eval/loss"] == pytest.approx(whole["eval/loss"], abs=1e-6)

@@ -96,22 +96,25 @@ def shape_of(name):
     return (BATCH, LENGTH, VOCABULARY) if name in CAUSAL else (BATCH, VOCABULARY)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=SLOW), 8])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
+# Each dtype and each number of devices once: one is decided when a model is traced, the other after that.
+@pytest.mark.parametrize(("dtype", "devices"), [("float32", 8), pytest.param("bfloat16", 1, marks=SLOW)])
 @pytest.mark.parametrize("name", TABLE)
 def test_conformance(name, dtype, devices):
     params, inputs = jax.device_put(made(name)[0], on(devices)), jax.device_put(made(name)[1], on(devices, "data"))
     train, evaluate = jitted(name, dtype)
     compiled = train._cache_size()
     grads, out = train(params, inputs, KEY)
-    assert (out.shape, out.dtype) == (shape_of(name), DTYPES[dtype]) and bool(jnp.isfinite(out).all())
+    assert (out.shape, out.dtype) == (shape_of(name), DTYPES[dtype])
+    grads, out = jax.device_get((grads, out))  # an operation of jnp would be compiled for each shape
+    assert np.isfinite(out.astype(np.float32)).all()
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype(jnp.float32)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        assert bool(jnp.isfinite(leaf).all() and (leaf != 0).any()), jax.tree_util.keystr(path)
+        assert np.isfinite(leaf).all() and (leaf != 0).any(), jax.tree_util.keystr(path)
     train(params, inputs, jax.random.key(1))
     assert train._cache_size() == compiled + 1
     first, second = evaluate(params, inputs), evaluate(params, inputs)
-    assert (first.shape, first.dtype) == (shape_of(name), DTYPES[dtype]) and bool((first == second).all())
+    assert (first.shape, first.dtype) == (shape_of(name), DTYPES[dtype])
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -82,6 +82,13 @@ def run(where, **changes):
     return train.run(tiny.config(**CHANGES | changes), where, data=tiny.data())
 
 
+@pytest.fixture(scope="module")
+def through(tmp_path_factory):
+    """A run in a folder that nothing befell: its state and its rows."""
+    folder = tmp_path_factory.mktemp("through")
+    return run(folder).state, rows(folder)
+
+
 def rows(folder):
     """What the segments of a store, or the file of a folder, say; without the clock."""
     segments = sorted((folder / "metrics").glob("*.jsonl")) if (folder / "metrics").is_dir() else []
@@ -95,10 +102,10 @@ def url(folder):
     return f"bucket://{folder}"
 
 
-def test_a_run_in_a_store_is_the_same_run(tmp_path):
-    there, here = run(url(tmp_path / "there"), tensorboard=True), run(tmp_path / "here", tensorboard=True)
-    assert same(there.state, here.state)
-    assert rows(tmp_path / "there") == rows(tmp_path / "here")
+def test_a_run_in_a_store_is_the_same_run(through, tmp_path):
+    there = run(url(tmp_path / "there"), tensorboard=True)
+    assert same(there.state, through[0])
+    assert rows(tmp_path / "there") == through[1]
     names = {path.relative_to(tmp_path / "there").parts[0] for path in (tmp_path / "there").rglob("*")}
     events = {name for name in names if name.startswith("events")}
     assert (
@@ -118,21 +125,19 @@ def test_a_checkpoint_counts_only_after_its_lines_and_its_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("same_host", [True, False], ids=["same host", "another host"])
-def test_a_stopped_run_is_carried_on_from_any_host(same_host, tmp_path, monkeypatch):
-    through = run(tmp_path / "through")
+def test_a_stopped_run_is_carried_on_from_any_host(same_host, through, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train.Loop, "interrupted", lambda loop: loop.step >= 13)
         run(url(tmp_path / "there"))
     if not same_host:
         on_another_host(monkeypatch, tmp_path, "second")
     resumed = run(url(tmp_path / "there"))
-    assert same(resumed.state, through.state) and rows(tmp_path / "there") == rows(tmp_path / "through")
+    assert same(resumed.state, through[0]) and rows(tmp_path / "there") == through[1]
 
 
 @pytest.mark.parametrize("puts", [3, 5, 8, 12, 16, 20, 26])
-def test_a_run_cut_off_at_any_upload_is_carried_on_exactly(puts, tmp_path, monkeypatch):
+def test_a_run_cut_off_at_any_upload_is_carried_on_exactly(puts, through, tmp_path, monkeypatch):
     """The store fails for good after some files: exit code 5, nothing half-done counts, the next host goes on."""
-    through = run(tmp_path / "through")
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "left", puts)
         with pytest.raises(StorageError, match="the network is down"):
@@ -140,7 +145,7 @@ def test_a_run_cut_off_at_any_upload_is_carried_on_exactly(puts, tmp_path, monke
     on_another_host(monkeypatch, tmp_path, "second")
     (tmp_path / "there" / "lease.json").unlink(missing_ok=True)  # the host is gone
     resumed = run(url(tmp_path / "there"))
-    assert same(resumed.state, through.state) and rows(tmp_path / "there") == rows(tmp_path / "through")
+    assert same(resumed.state, through[0]) and rows(tmp_path / "there") == through[1]
 
 
 def test_lines_past_the_checkpoint_are_cut_in_the_store_too(tmp_path, monkeypatch):
@@ -296,15 +301,14 @@ def mount(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_mount_that_refuses_is_worked_in_by_copies(mount, tmp_path, capsys, monkeypatch):
-    through = run(tmp_path / "through")
+def test_a_mount_that_refuses_is_worked_in_by_copies(through, mount, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train.Loop, "interrupted", lambda loop: loop.step >= 13)
         run(mount / "run")
     assert "refuses appending, renaming files, renaming folders" in capsys.readouterr().err
     on_another_host(monkeypatch, tmp_path, "second")
     resumed = run(mount / "run")
-    assert same(resumed.state, through.state) and rows(mount / "run") == rows(tmp_path / "through")
+    assert same(resumed.state, through[0]) and rows(mount / "run") == through[1]
 
 
 def test_a_usual_folder_needs_no_copy_and_a_refused_config_leaves_none(tmp_path, capsys):

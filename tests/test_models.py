@@ -129,8 +129,8 @@ def steps(name, dtype):
     return jax.jit(train, compiler_options=QUICK), jax.jit(evaluate, compiler_options=QUICK)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+# Each dtype and each number of devices once: one is decided when a model is traced, the other after that.
+@pytest.mark.parametrize(("dtype", "devices"), [("float32", 8), ("bfloat16", 1)])
 @pytest.mark.parametrize("name", table(ZOO))
 def test_conformance(name, dtype, devices):
     params, model_state, x = made(name)
@@ -141,11 +141,12 @@ def test_conformance(name, dtype, devices):
 
     grads, (out, after) = train(params, model_state, x, KEY)
     assert (out.shape, out.dtype) == ((BATCH, *ZOO[name].outputs), DTYPES[dtype])
-    assert bool(jnp.isfinite(out).all())
+    grads, out = jax.device_get((grads, out))  # an operation of jnp would be compiled for each shape
+    assert np.isfinite(out.astype(np.float32)).all()
     assert {leaf.dtype for leaf in jax.tree.leaves((params, after, grads))} == {jnp.dtype(jnp.float32)}
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        assert bool(jnp.isfinite(leaf).all() and (leaf != 0).any()), jax.tree_util.keystr(path)
+        assert np.isfinite(leaf).all() and (leaf != 0).any(), jax.tree_util.keystr(path)
 
     after = jax.device_put(after, whole(devices))
     train(params, after, x, jax.random.key(1))
@@ -154,8 +155,7 @@ def test_conformance(name, dtype, devices):
     first, state = evaluate(params, after, x)
     second, _ = evaluate(params, after, x)
     assert (first.shape, first.dtype) == ((BATCH, *ZOO[name].outputs), DTYPES[dtype])
-    assert bool((first == second).all())
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, after))
+    jax.tree.map(np.testing.assert_array_equal, (first, state), (second, after))
 
 
 @pytest.mark.parametrize("name", table(name for name in ZOO if ZOO[name].draws))

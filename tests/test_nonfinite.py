@@ -144,12 +144,18 @@ def test_a_rollback_leaves_the_window_out_and_the_run_ends(bad, tmp_path, capsys
     assert steps == [5, 10, 15, 20, 24]
 
 
+@pytest.fixture(scope="module")
+def rolled_back(bad, tmp_path_factory):
+    """The state and the lines of a run that rolled back and was not stopped."""
+    folder = tmp_path_factory.mktemp("through")
+    return run(folder, bad).state, without_clock(folder)
+
+
 @pytest.mark.parametrize("stops", [(3,), (12,), (13, 14, 15), (19, 23)], ids=str)
-def test_a_run_that_rolled_back_resumes_exactly(stops, bad, tmp_path, monkeypatch):
-    through = run(tmp_path / "a", bad)
-    stopped = run(tmp_path / "b", bad, stops, monkeypatch)
-    assert same(through.state, stopped.state)
-    assert without_clock(tmp_path / "a") == without_clock(tmp_path / "b")
+def test_a_run_that_rolled_back_resumes_exactly(stops, bad, rolled_back, tmp_path, monkeypatch):
+    stopped = run(tmp_path, bad, stops, monkeypatch)
+    assert same(rolled_back[0], stopped.state)
+    assert rolled_back[1] == without_clock(tmp_path)
 
 
 def test_the_batches_after_a_rollback_are_those_of_their_position(bad, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 
 import jax
 import numpy as np
@@ -34,6 +33,22 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     config = tiny.config(model=MODELS[1], ema=0.9)
     return folder, config, train.run(config, folder, data=tiny.data())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The result of the tiny config as it is."""
+    return train.run(tiny.config(), data=tiny.data())
+
+
+CARRIED = dict(ema=0.9, schedule=dict(name="linear"), optimizer=dict(name="adamw", learning_rate=0.01))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model["name"])
+def through(request, tmp_path_factory):
+    """A config, the state of its uninterrupted run, and the lines of that."""
+    folder, changes = tmp_path_factory.mktemp("through"), dict(model=request.param, **CARRIED)
+    return changes, train.run(tiny.config(**changes), folder, data=tiny.data()).state, lines(folder)
 
 
 def test_steps_and_checkpoints_are_those_asked_for(finished):
@@ -67,20 +82,18 @@ def test_a_finished_run_run_again_says_so_and_changes_nothing(finished, capsys):
     assert "already finished at step 24" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["name"])
 @pytest.mark.parametrize("stop", [3, 10, 19])
-def test_stopped_and_resumed_equals_uninterrupted(model, stop, tmp_path, monkeypatch):
+def test_stopped_and_resumed_equals_uninterrupted(through, stop, tmp_path, monkeypatch):
     """Reports 4, 5, 14, 28: state, log, learning rate and EMA, whatever the step of the stop."""
-    changes = dict(model=model, ema=0.9, schedule=dict(name="linear"), optimizer=dict(name="adamw", learning_rate=0.01))
-    through = train.run(tiny.config(**changes), tmp_path / "a", data=tiny.data())
+    changes, state, told = through
     with monkeypatch.context() as patch:
         patch.setattr(train.Loop, "interrupted", lambda loop: loop.step >= stop)
-        stopped = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
+        stopped = train.run(tiny.config(**changes), tmp_path, data=tiny.data())
     assert int(stopped.state.step) == stop
-    resumed = train.run(tiny.config(**changes), tmp_path / "b", data=tiny.data())
-    assert same(resumed.state, through.state)
+    resumed = train.run(tiny.config(**changes), tmp_path, data=tiny.data())
+    assert same(resumed.state, state)
     # A report interval that the stop cut in two is reported once, whole.
-    assert without_clock(lines(tmp_path / "b")) == without_clock(lines(tmp_path / "a"))
+    assert without_clock(lines(tmp_path)) == without_clock(told)
 
 
 def test_ids_are_those_of_one_run_and_each_comes_once_an_epoch(tmp_path):
@@ -136,9 +149,8 @@ def test_more_steps_of_the_same_run_are_allowed_and_fewer_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["devices", "report_every", "eval_every", "prefetch"])
-def test_place_and_view_keys_do_not_change_the_state(place, tmp_path):
+def test_place_and_view_keys_do_not_change_the_state(place, plain):
     values = {"devices": 2, "report_every": "3st", "eval_every": "1ep", "prefetch": 1}
-    plain = train.run(tiny.config(), data=tiny.data())
     changed = train.run(tiny.config(**{place: values[place]}), data=tiny.data())
     if place == "devices":  # sums over devices round differently
         for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(changed.params), strict=True):
@@ -148,21 +160,23 @@ def test_place_and_view_keys_do_not_change_the_state(place, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_run_after_the_step_with_everything_saved(number, tmp_path):
-    """Report 37, the part that concerns training itself."""
+def test_a_signal_ends_the_run_after_the_step_with_everything_saved(number, tmp_path, monkeypatch):
+    """Report 37, the part that concerns training itself: it falls when the first interval is reported."""
     config = tiny.config(total="5000st", eval_every="")
-    threading.Timer(4.0, lambda: os.kill(os.getpid(), number)).start()
+    push = behind.Behind.push
+    monkeypatch.setattr(behind.Behind, "push", lambda self, i: (os.kill(os.getpid(), number), push(self, i))[1])
     result = train.run(config, tmp_path, data=tiny.data())
     step = int(result.state.step)
-    assert result.exit_code == 128 + number and 0 < step < 5000
+    assert result.exit_code == 128 + number and 5 <= step < 5000
     assert checkpoint.Checkpoints(tmp_path / "checkpoints").latest() == step
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 def test_max_minutes_ends_cleanly_and_the_next_start_goes_on(tmp_path):
-    first = train.run(tiny.config(total="3000st", max_minutes=0.02, eval_every=""), tmp_path, data=tiny.data())
-    assert first.exit_code == 0 and 0 < int(first.state.step) < 3000
-    second = train.run(tiny.config(total="3000st", max_minutes=0.02, eval_every=""), tmp_path, data=tiny.data())
+    config = tiny.config(total="1000000st", max_minutes=0.01, report_every="1000st", eval_every="")
+    first = train.run(config, tmp_path, data=tiny.data())
+    assert first.exit_code == 0 and 0 < int(first.state.step) < 1000000
+    second = train.run(config, tmp_path, data=tiny.data())
     assert int(second.state.step) > int(first.state.step)
 
 
@@ -235,11 +249,10 @@ def test_logged_evaluation_is_that_of_the_saved_parameters(finished):
     assert result.metrics["test/loss"] == pytest.approx(_test_loss(load(folder, trust=True)), rel=1e-5)
 
 
-def test_evaluating_often_does_not_change_the_parameters():
+def test_evaluating_often_does_not_change_the_parameters(finished):
     """Report 28."""
     never = train.run(tiny.config(eval_every="", ema=0.9, model=MODELS[1]), data=tiny.data())
-    often = train.run(tiny.config(eval_every="5st", ema=0.9, model=MODELS[1]), data=tiny.data())
-    assert same(never.state, often.state)
+    assert same(never.state, finished[2].state)
 
 
 def test_the_loop_reads_no_metric_before_its_time(monkeypatch):
@@ -279,20 +292,20 @@ def test_steps_and_evaluations_compile_once(tmp_path, caplog):
     assert sum("_accumulate" in line for line in text) == 1, compiled  # validation and test: the same rows a batch
 
 
-def test_a_notebook_carries_on_from_a_state_and_keeps_its_own():
+def test_a_notebook_carries_on_from_a_state_and_keeps_its_own(plain):
     first = train.run(tiny.config(total="12st"), data=tiny.data())
     second = train.run(tiny.config(total="24st"), data=tiny.data(), state=first.state)
     assert int(second.state.step) == 24 and int(first.state.step) == 12
-    assert same(second.state, train.run(tiny.config(total="24st"), data=tiny.data()).state)
+    assert same(second.state, plain.state)
 
 
-def test_by_hand_equals_the_loop():
+def test_by_hand_equals_the_loop(plain):
     job = train.build(tiny.config(), data=tiny.data())
     state = job.initial()
     with job.batches(0, 24) as batches:
         for batch in batches:
             state, _ = job.step(state, batch)
-    assert same(state, train.run(tiny.config(), data=tiny.data()).state)
+    assert same(state, plain.state)
 
 
 def test_prediction_takes_any_number_of_rows(finished):
@@ -331,6 +344,13 @@ def test_debug_runs_the_same_steps():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A workdir of four steps, and its result."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, train.run(tiny.config(total="4st"), folder, data=tiny.data())
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -340,17 +360,16 @@ def test_debug_runs_the_same_steps():
     ],
     ids=["wider", "deeper", "other"],
 )
-def test_weights_that_do_not_fit_are_refused_before_a_step(change, named, tmp_path):
+def test_weights_that_do_not_fit_are_refused_before_a_step(change, named, saved):
     """Reports 7 and 8, for weights taken from another run."""
-    train.run(tiny.config(total="4st"), tmp_path, data=tiny.data())
     with pytest.raises(UserError, match=named):
-        train.run(tiny.config(init_from=str(tmp_path), **change), data=tiny.data())
+        train.run(tiny.config(init_from=str(saved[0]), **change), data=tiny.data())
 
 
-def test_weights_are_taken_from_another_run_and_a_missing_one_is_refused(tmp_path):
+def test_weights_are_taken_from_another_run_and_a_missing_one_is_refused(saved, tmp_path):
     """Report 8."""
-    first = train.run(tiny.config(total="10st"), tmp_path, data=tiny.data())
-    taken = train.run(tiny.config(init_from=str(tmp_path), total="1st", lr_rules=((".", 0.0),)), data=tiny.data())
+    folder, first = saved
+    taken = train.run(tiny.config(init_from=str(folder), total="1st", lr_rules=((".", 0.0),)), data=tiny.data())
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(taken.params), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(UserError, match="nowhere"):
