@@ -48,7 +48,7 @@ UNOPTIMISED = {
 
 @pytest.fixture(autouse=True, scope="module")
 def programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How those of a module are compiled. After it they are forgotten: XLA once aborted a process that kept them all."""
+    """How a module's are compiled. After it they are forgotten: XLA once aborted a process that kept them all."""
     quickly = request.module.__name__.removeprefix("test_") in UNOPTIMISED
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
