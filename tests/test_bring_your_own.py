@@ -38,7 +38,7 @@ def pictures(size=16):
 
 
 def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
 def close(a, b, tolerance=1e-5):
@@ -57,7 +57,7 @@ class TestEveryKind:
         assert len(jax.tree.leaves(state)) == 2
         assert {leaf.dtype for leaf in jax.tree.leaves((params, state))} == {jnp.dtype(jnp.float32)}
         assert equal(params, model.init(jax.random.key(0), pictures(1))[0])
-        other = model.init(jax.random.key(1), pictures(1))[0]
+        params, other = jax.device_get((params, model.init(jax.random.key(1), pictures(1))[0]))
         kernels = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True) if a.ndim == 2]
         assert len(kernels) == 2 and all((a != b).any() for a, b in kernels)
 
@@ -69,11 +69,12 @@ class TestEveryKind:
 
     def test_dropout_is_the_key_s(self, name):
         model, params, state = built(name, norm=False)
+        apply = jax.jit(model.apply, static_argnames="train")
         first, same, other = (
-            model.apply(params, state, pictures(), key=jax.random.key(key), train=True)[0] for key in (1, 1, 2)
+            np.asarray(apply(params, state, pictures(), key=jax.random.key(key), train=True)[0]) for key in (1, 1, 2)
         )
         assert (first == same).all() and (first != other).any()
-        a, b = (model.apply(params, state, pictures(), key=None, train=False)[0] for _ in range(2))
+        a, b = (np.asarray(apply(params, state, pictures(), key=None, train=False)[0]) for _ in range(2))
         assert (a == b).all() and (a != first).any()
 
     def test_statistics_move_in_training_only_and_are_those_of_the_global_batch(self, name):

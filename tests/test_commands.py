@@ -144,13 +144,16 @@ def test_a_mistake_in_this_process_is_one_line_and_leaves_nothing(arguments, nam
     assert not (tmp_path / "run").exists()
 
 
+SHORT = ("--config.model=mlp", "--config.total=2st", "--config.schedule.warmup=1st")
+
+
 def test_an_unusable_cache_folder_stops_nothing(tmp_path):
     """Report 48."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     found = command(
         "--config=configs/digits.py:smoke", f"--workdir={tmp_path / 'run'}", f"--config.compile_cache={blocked}/cache",
-        "--config.model=mlp", "--config.total=2st",
+        *SHORT,
     )  # fmt: skip
     assert found.returncode == 0 and "compile" in found.stdout
 
@@ -159,7 +162,7 @@ def test_preset_variables_stay(tmp_path):
     """Report 45: what the user set for XLA is not touched, and TensorFlow is not imported at all for arrays."""
     code = (
         "import os, sys; from jaxtrain import main; "
-        f"main.main(['--config=configs/digits.py:smoke', '--workdir={tmp_path}', '--config.total=2st']); "
+        f"assert main.main({['--config=configs/digits.py:smoke', f'--workdir={tmp_path}', *SHORT]}) == 0; "
         "print(os.environ['XLA_FLAGS'], os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], 'tensorflow' in sys.modules)"
     )
     variables = os.environ | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

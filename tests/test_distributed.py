@@ -202,7 +202,7 @@ def lines(folder, step=None):
 
 def digits(folder, count=2, **options):
     command = [*DIGITS, f"--workdir={folder}", "--config.eval_every=50st"]
-    return processes.started(*[command] * count, devices=4 // count, **options)
+    return processes.started(*[command] * count, devices=2 // count, **options)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_two_processes_are_one_run(tmp_path):
     assert "2 processes" in first.out and "2 processes" in (tmp_path / "two" / "log.txt").read_text()
     assert second.out == second.err == ""
     (start,) = json.loads((tmp_path / "two" / "environment.json").read_text())["starts"]
-    assert start["processes"] == 2 and start["devices"] == "4 × cpu"
+    assert start["processes"] == 2 and start["devices"] == "2 × cpu"
 
     with digits(tmp_path / "one", 1, environments=[{}]) as children:
         assert processes.ends(children, 100)[0].code == 0

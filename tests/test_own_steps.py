@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -244,23 +243,18 @@ def test_a_mistake_costs_one_line_and_writes_nothing(argv, said, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+CONSOLE = "import sys; from jaxtrain.main import main; sys.exit(main())"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_commands_of_the_examples(example, tmp_path):
+@pytest.mark.parametrize(("example", "start"), [("simclr", ["-m", "jaxtrain.main"]), ("gan", ["-P", "-c", CONSOLE])])
+def test_the_commands_of_the_examples(example, start, tmp_path):
     """From the root, with `python -m` and with the installed command, which has no folder of its own on the path."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
-    console = "import sys; from jaxtrain.main import main; sys.exit(main())"
-    for place, start in enumerate((["-m", "jaxtrain.main"], ["-P", "-c", console])):
-        command = [
-            sys.executable,
-            *start,
-            f"--config=examples/{example}.py:smoke",
-            f"--workdir={tmp_path / str(place)}",
-        ]
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    a, b = ([json.loads(line) for line in (tmp_path / p / "metrics.jsonl").read_text().splitlines()] for p in "01")
-    assert [line["step"] for line in a] == [line["step"] for line in b]
+    command = [sys.executable, *start, f"--config=examples/{example}.py:smoke", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train/loss" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_names_are_found_from_the_folder_of_the_command(tmp_path):
@@ -274,8 +268,7 @@ def test_names_are_found_from_the_folder_of_the_command(tmp_path):
         "    config.step = dict(name='my_lab.steps:plain', dept=2)\n"
         "    return config\n"
     )
-    console = "import sys; from jaxtrain.main import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", console, "--config=mine.py"]
+    command = [sys.executable, "-P", "-c", CONSOLE, "--config=mine.py"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "Did you mean 'depth'" in done.stderr
