@@ -37,12 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-# What these say holds of any program: theirs are compiled in half the time, without LLVM's optimisations. Where bits of
-# two programs are compared, or speeds, a module is not among them; nor are processes that tests start.
+# What these say holds of any program: theirs are compiled in half the time, without LLVM's optimisations. A module is
+# not among them where it compares bits of two programs, or those of its own with those of processes that it starts.
 UNOPTIMISED = {
     *("augment", "bring_your_own", "classification", "commands", "contract", "corrupt", "evaluate", "extending"),
     *("language", "language_models", "mirror", "model", "models", "nonfinite", "own_steps", "predict", "regression"),
-    *("report", "restart", "segmentation", "stopping", "storage", "watchdog"),
+    *("report", "restart", "segmentation", "storage", "watchdog"),
 }
 
 

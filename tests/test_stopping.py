@@ -274,9 +274,22 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_resume(tmp_path, monke
     assert checkpoint.Checkpoints(tmp_path / "checkpoints").steps() == []
 
 
+# Each signal while there is something to save, and each place once: what a signal is called is all that differs.
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("stuck", ["training", "evaluation", "own evaluation", "compile", "start-up", "a stall"])
+@pytest.mark.parametrize(
+    ("stuck", "number"),
+    [
+        *(("training", number) for number in SIGNALS),
+        ("evaluation", TERM),
+        ("own evaluation", INT),
+        ("own evaluation", USR1),
+        ("compile", TERM),
+        ("start-up", INT),
+        ("a stall", INT),
+        ("a stall", TERM),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_out_in_20_seconds_with_everything_saved(stuck, number, tmp_path, through):
     """Report 37: and the resumed run equals one that was never stopped."""
     process = started(
