@@ -49,6 +49,7 @@ UNOPTIMISED = {
 @pytest.fixture(autouse=True, scope="module")
 def programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """How a module's are compiled. After it they are forgotten: XLA once aborted a process that kept them all."""
+    jax.devices()  # there are eight now, whatever a test sets for the processes that it starts
     quickly = request.module.__name__.removeprefix("test_") in UNOPTIMISED
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
