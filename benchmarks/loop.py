@@ -25,17 +25,17 @@ def measure() -> Iterator[Row]:
 
 
 def _compared(name: str, hidden: tuple[int, ...], batch: int, steps: int, aim: float | None) -> Row:
-    config, data = _config(hidden, batch), _data(batch)
-    bare, full = [], []
+    config, data = config_of(hidden, batch), data_of(batch)
+    alone, whole = [], []
     for _ in range(ROUNDS):  # alternating, so that whatever else the machine does hits both
-        bare.append(_bare(config, data, steps))
-        full.append(_full(config, data, steps))
-    ratio = statistics.median(f / b for f, b in zip(full, bare, strict=True))
-    detail = f"{1e3 * statistics.median(full):.3f} ms ÷ {1e3 * statistics.median(bare):.3f} ms a step"
+        alone.append(bare(config, data, steps))
+        whole.append(full(config, data, steps))
+    ratio = statistics.median(f / b for f, b in zip(whole, alone, strict=True))
+    detail = f"{1e3 * statistics.median(whole):.3f} ms ÷ {1e3 * statistics.median(alone):.3f} ms a step"
     return Row(name, ratio, aim, detail)
 
 
-def _bare(config, data, steps: int) -> float:
+def bare(config, data, steps: int) -> float:
     """Seconds a step."""
     job = train.build(config, data=data)
     state = job.initial()
@@ -51,7 +51,7 @@ def _bare(config, data, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _full(config, data, steps: int) -> float:
+def full(config, data, steps: int) -> float:
     """Seconds a step of a whole run, start-up and compilation cancelled out: the longer run less the shorter one."""
     seconds = []
     for total in (10, 10 + steps):
@@ -62,7 +62,7 @@ def _full(config, data, steps: int) -> float:
     return (seconds[1] - seconds[0]) / steps
 
 
-def _config(hidden: tuple[int, ...], batch: int):
+def config_of(hidden: tuple[int, ...], batch: int):
     config = base_config()
     config.model = dict(name="mlp", hidden=hidden)
     config.optimizer = dict(name="adamw", learning_rate=1e-4)
@@ -74,7 +74,7 @@ def _config(hidden: tuple[int, ...], batch: int):
     return config
 
 
-def _data(batch: int) -> sources.Dataset:
+def data_of(batch: int) -> sources.Dataset:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (8 * batch, 8, 8, 1), dtype=np.uint8)
     return sources.from_arrays(image, np.arange(8 * batch, dtype=np.int32) % 10, validation=0, test=0)
