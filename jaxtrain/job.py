@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, dispatch, metrics, precision, sharding, supply
-from jaxtrain.config import checked, lookup, parse_duration
+from jaxtrain import contract, dispatch, flops, metrics, precision, replicas, sharding, supply
+from jaxtrain.config import checked, grid, lookup, parse_duration
 from jaxtrain.data import damage, order, resident, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
@@ -42,6 +42,7 @@ class Job:
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
     objects: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts given as objects: kind → its name
+    together: "Together | None" = None  # where config.replicas trains several in one program
 
     def __repr__(self) -> str:
         return f"Job({self.dataset.name}, {self.total_steps:,} steps of {self.config.batch_size:,} examples)"
@@ -53,8 +54,19 @@ class Job:
         hurried = {"xla_backend_optimization_level": 0} if self.mesh.devices.flat[0].platform == "cpu" else {}
         with precision.scope(self.policy):
             return jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
-                self.steps.init, np.uint32(self.config.seed)
+                self.steps.init, np.asarray(self.seeds if self.together else self.config.seed, np.uint32)
             )
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of each member; of a single run its own."""
+        members = self.together.members if self.together else ()
+        return tuple(int(each.values.get("seed", self.config.seed)) for each in members) or (self.config.seed,)
+
+    @property
+    def rows(self) -> int:
+        """Of a training batch: of all members."""
+        return self.config.batch_size * len(self.seeds)
 
     @functools.cached_property
     def steps_per_dispatch(self) -> int:
@@ -62,6 +74,8 @@ class Job:
         chosen = self.config.steps_per_dispatch
         if chosen != "auto":
             return int(chosen)
+        if self.together is not None:
+            return self.together.alone(0).steps_per_dispatch  # as the single run does, whose bits it has
         return dispatch.steps_per_dispatch(self.traced[0], self.mesh.devices.flat[0].platform, self.mesh.shape["data"])
 
     @functools.cached_property
@@ -83,7 +97,7 @@ class Job:
     @functools.cached_property
     def plan(self) -> order.Shuffled:
         """Data position → the ids of its batch."""
-        return order.Shuffled((self.config.seed,), self.config.batch_size, len(self.sources["train"]))
+        return order.Shuffled(self.seeds, self.config.batch_size, len(self.sources["train"]))
 
     @functools.cached_property
     def columns(self) -> dict[str, jax.Array]:
@@ -99,7 +113,7 @@ class Job:
         config, source = self.config, self.sources["train"]
         varies = isinstance(source, sources.VaryingSource)
         return Feed(
-            source.varied(config.seed) if isinstance(source, sources.VaryingSource) else source,
+            source.varied(self.seeds[0]) if isinstance(source, sources.VaryingSource) else source,
             self.plan,
             sharding.over_batch(self.mesh),
             start=start,
@@ -118,7 +132,7 @@ class Job:
         spec = dict(self.dataset.spec) | {name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")}
         if damage.of(self.sources["train"]):
             spec["mask"] = jax.ShapeDtypeStruct((), np.bool_)
-        size, where = self.config.batch_size, sharding.over_batch(self.mesh)
+        size, where = self.rows, sharding.over_batch(self.mesh)
         return {
             name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=where) for name, leaf in spec.items()
         }
@@ -174,7 +188,7 @@ class Job:
         """What the step measures on validation; None where it does not."""
         if self.steps.evaluate is None or "validation" not in self.sources:
             return None
-        mask = jax.ShapeDtypeStruct((self.config.batch_size,), np.bool_, sharding=sharding.over_batch(self.mesh))
+        mask = jax.ShapeDtypeStruct((self.rows,), np.bool_, sharding=sharding.over_batch(self.mesh))
         with precision.scope(self.policy):
             found = jax.eval_shape(self.steps.evaluate, self.abstract, self.abstract_batch | {"mask": mask})
             return metrics.names(found)
@@ -209,7 +223,12 @@ class Job:
         return dict(_evaluations(self))
 
     def evaluate(self, name: str, state: Any, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The values of one named evaluation. A user's function also gets `job` and `state` where it names them."""
+        """The values of one named evaluation. A user's function also gets `job` and `state` where it names them.
+
+        Of several members it is called for each by itself.
+        """
+        if self.together and self.evaluations[name].function is not None:
+            return self.together.evaluate(name, state, interrupt)
         predict, found = functools.partial(self.predict, state), self.evaluations[name]
         if found.function is not None:
             known, takes = {"job": self, "state": state}, lookup.parameters(found.function)
@@ -221,6 +240,8 @@ class Job:
     def predict(self, state: Any, batch: Mapping[str, Any] | Any) -> dict[str, np.ndarray]:
         """The task's predictions for raw inputs: a dict of arrays [N, ...], or the pictures alone; any N.
 
+        Of several members, those of each: arrays [R, N, ...].
+
         Of several processes all must call it with the same inputs, and get all predictions.
         """
         if self.steps.predict is None:
@@ -231,7 +252,40 @@ class Job:
         with precision.scope(self.policy), reader.feed(source) as batches:
             for part in batches:
                 rows.append(sharding.gathered(self.mesh, _call(self.steps.predict, state, part)))
-        return {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
+        found = {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
+        return {key: np.moveaxis(array, 1, 0) for key, array in found.items()} if self.together else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """The members of a job that trains several in one program."""
+
+    members: tuple[grid.Member, ...]
+    layout: replicas.Layout
+    alone: Callable[[int], Job]  # the job of one member, as a single run has it
+    evaluation: Callable[[Any], Any]  # an evaluation step of one → of all
+
+    @property
+    def names(self) -> list[str]:
+        """What reports call the members."""
+        return [each.name for each in self.members]
+
+    def state(self, state: replicas.Replicas, index: int) -> Any:
+        """The state of one member, on the mesh, as its single run has it; a copy."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.alone(index).abstract)
+        return jax.jit(replicas.member, out_shardings=shardings)(state, np.int32(index))
+
+    def evaluate(self, name: str, state: Any, interrupt: Callable[[], None]) -> dict[str, Any]:
+        """What a user's function finds for each member: of numbers also mean and standard deviation."""
+        each = [
+            self.alone(index).evaluate(name, self.state(state, index), interrupt) for index in range(len(self.members))
+        ]
+        found: dict[str, Any] = {}
+        for key, value in each[0].items():
+            values = [other[key] for other in each]
+            is_text = isinstance(value, str)
+            found |= {f"{key}/{r}": text for r, text in enumerate(values)} if is_text else metrics.spread(key, values)
+        return found
 
 
 def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any = None, step: Any = None) -> Job:
@@ -243,7 +297,6 @@ def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any 
     config = checked(config)
     found = devices.select(config)
     mesh = sharding.make_mesh(found, config.mesh)
-    _refuse_uneven(config, mesh)
     policy = precision.choose(config.precision, found[0].platform)
     with precision.scope(policy):
         return _built(config, mesh, policy, model, task, data, step)
@@ -269,7 +322,7 @@ def _built(
     steps = supply.steps(made, builder)
     abstract = abstract_state(steps, contract.label(builder), mesh, config.sharding_rules)
     given = {"model": model, "task": task, "data": data, "step": step}
-    return Job(
+    job = Job(
         config=config,
         mesh=mesh,
         dataset=dataset,
@@ -283,6 +336,85 @@ def _built(
         abstract=abstract,
         objects={kind: contract.label(value) for kind, value in given.items() if value is not None},
     )
+    if config.replicas == 1:
+        _refuse_uneven(config, mesh)
+        return job
+
+    def supplied(other: ConfigDict) -> Supply:
+        return supply.for_step(builder, other, dataset, policy, examples, model=model, task=task, unroll=unroll)
+
+    return _together(job, supplied)
+
+
+def _together(whole: Job, supplied: Callable[[ConfigDict], Supply]) -> Job:
+    """The job of all members, made of the parts of a single one; `supplied(config)` gives what a step is built of."""
+    members = grid.members(whole.config)
+    _refuse_varied_source(whole, members)
+
+    @functools.cache
+    def made(numbers: tuple[tuple[str, float], ...]) -> tuple[Supply, Steps]:
+        """Members that differ by the seed alone have the same steps."""
+        own = supplied(checked(grid.config_of(whole.config, grid.Member(dict(numbers)))))
+        return own, supply.steps(own, whole.builder)
+
+    @functools.cache
+    def alone(index: int) -> Job:
+        config = grid.config_of(whole.config, members[index])
+        own, steps = made(tuple(members[index].numbers.items()))
+        return dataclasses.replace(whole, config=config, supply=own, steps=steps)
+
+    first, layout = alone(0), _layout(alone(0), len(members))
+    columns = {
+        key: np.asarray([each.values[key] for each in members], whole.policy.param) for key in members[0].numbers
+    }
+    group = replicas.Group(
+        alone=[alone(index).steps for index in range(len(members))],
+        traced=lambda values: supply.steps(supply.varied(first.supply, values), whole.builder),
+        values={key: column for key, column in columns.items() if len(set(column)) > 1},
+        layout=layout,
+    )
+    _refuse_constants(first, group)
+    return dataclasses.replace(
+        whole,
+        steps=replicas.replicated(group),
+        abstract=replicas.stacked(whole.abstract, len(members), layout),
+        together=Together(members, layout, alone, functools.partial(replicas.evaluation, group)),
+    )
+
+
+def _layout(alone: Job, members: int) -> replicas.Layout:
+    """A fixed rule over program and devices: convolutions are slow under vmap, everything else gains by it."""
+    mode: replicas.Mode = "unrolled" if "conv_general_dilated" in flops.primitives(alone.traced[0]) else "vmap"
+    data = alone.mesh.shape["data"]
+    spread = data > 1 and members % data == 0 and alone.mesh.size == data and not alone.config.sharding_rules
+    if not spread:
+        _refuse_uneven(alone.config, alone.mesh)
+    return replicas.Layout(mode, alone.mesh, spread)
+
+
+def _refuse_varied_source(job: Job, members: Sequence[grid.Member]) -> None:
+    seeds = {each.values.get("seed") for each in members}
+    if isinstance(job.sources["train"], sources.VaryingSource) and len(seeds) > 1:
+        raise UserError(
+            f"config.replicas varies 'seed', by which data set {job.dataset.name} draws its examples on the host, for "
+            "one seed at a time; vary other values, or start a run for each seed"
+        )
+
+
+def _refuse_constants(first: Job, group: replicas.Group) -> None:
+    """Raises UserError for a key whose value the step, or what it is made of, must know in Python."""
+
+    def train(key: str, state: Any, batch: Any, value: Any) -> Any:
+        return group.traced({key: value}).train(state, batch)
+
+    for key, column in group.values.items():
+        try:
+            jax.eval_shape(functools.partial(train, key), first.abstract, first.abstract_batch, column[0])
+        except (TypeError, ValueError) as error:  # among them what JAX raises for a traced bool or float
+            raise UserError(
+                f"config.replicas varies {key!r}, which step {first.step_name} with {first.config.optimizer.name} "
+                f"does not take as a traced number ({type(error).__name__}); start a run for each value"
+            ) from error
 
 
 def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:
@@ -336,7 +468,8 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
         function = lookup.resolve(wanted["fn"], lookup.EVALUATIONS, "evaluation function")
         return Evaluation(name, found, None, every, function)
     if "task" in wanted:
-        return Evaluation(name, found, _with_task(job, name, wanted["task"]).evaluate, every)
+        step = _with_task(job, name, wanted["task"]).evaluate
+        return Evaluation(name, found, job.together.evaluation(step) if job.together else step, every)
     if job.steps.evaluate is None:
         raise UserError(f"evaluation {name} has no fn, and step {job.step_name} brings no evaluate function")
     return Evaluation(name, found, job.steps.evaluate, every)
@@ -351,8 +484,10 @@ def _with_task(job: Job, name: str, wanted: Any) -> Steps:
     return supply.steps(dataclasses.replace(job.supply, parts=parts), job.builder)
 
 
-def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
-    return init(jax.random.key(seed, impl="threefry2x32"))
+def _init(init: Callable[[jax.Array], Any], seeds: jax.Array) -> Any:
+    """`init` of the root key of a seed, or of the keys of several."""
+    key = functools.partial(jax.random.key, impl="threefry2x32")
+    return init(jax.vmap(key)(seeds) if seeds.ndim else key(seeds))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -102,6 +102,37 @@ class Last:
         return self.value.item() if int(self.seen) else math.nan
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Members:
+    """The same metric of R members that train side by side, each by itself.
+
+    Computes to their mean, under the metric's own name, their sample standard deviation, "std", and each, "0", "1", ….
+    """
+
+    stacked: Any  # a monoid, each array [R, ...]
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(jax.vmap(lambda a, b: a.merge(b))(self.stacked, other.stacked))
+
+    def compute(self) -> dict[str, float]:
+        count = len(jax.tree.leaves(self.stacked)[0])
+        each = [jax.tree.map(lambda leaf, r=r: leaf[r], self.stacked).compute() for r in range(count)]
+        if not isinstance(each[0], dict):
+            return spread("", each)
+        return {
+            name: number for part in each[0] for name, number in spread(part, [values[part] for values in each]).items()
+        }
+
+
+def spread(part: str, each: list[Any]) -> dict[str, float]:
+    """{part: mean, "part/std": …, "part/0": …, …} of the numbers of two members or more."""
+    start = f"{part}/" if part else ""
+    mean = math.fsum(each) / len(each)
+    variance = math.fsum((value - mean) ** 2 for value in each) / (len(each) - 1)
+    return {part: mean, f"{start}std": math.sqrt(variance)} | {f"{start}{r}": value for r, value in enumerate(each)}
+
+
 def is_monoid(value: Any) -> bool:
     return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
 
@@ -117,12 +148,15 @@ def merge(earlier: Any, later: Any) -> Any:
 
 
 def compute(metrics: Metrics) -> dict[str, float]:
-    """Name → Python number; waits for the device. Of a monoid that computes several: "name/part" → number."""
+    """Name → Python number; waits for the device. Of a monoid that computes several: "name/part" → number.
+
+    The part "" has the name alone.
+    """
     values: dict[str, float] = {}
     for name, monoid in jax.device_get(metrics).items():
         value = monoid.compute()
-        parts = value if isinstance(value, dict) else None
-        values |= {name: value} if parts is None else {f"{name}/{part}": number for part, number in parts.items()}
+        parts = value if isinstance(value, dict) else {"": value}
+        values |= {f"{name}/{part}" if part else name: number for part, number in parts.items()}
     return values
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,13 +74,20 @@ class _Part:
     takes_decay: bool  # the builder has a weight decay of its own
     mask: str | None  # the builder's argument that limits it, where its decay is the one asked for
 
+    @property
+    def decays(self) -> bool:
+        """Unless the decay is known to be 0."""
+        return not (isinstance(self.weight_decay, float) and self.weight_decay == 0)
+
     def __call__(self, rate: Any, decay: float, **mask: Any) -> optax.GradientTransformation:
         """The transformation at `rate`; its own weight decay times `decay`."""
         own = {"weight_decay": self.weight_decay * decay} if self.takes_decay else {}
         return self.builder(rate, **self.options, **own, **mask)
 
 
-def build(config: Any, params: Any, total_steps: int, steps_of: StepsOf) -> Optimizer:
+def build(
+    config: Any, params: Any, total_steps: int, steps_of: StepsOf, values: Mapping[str, Any] | None = None
+) -> Optimizer:
     """The optimizer that the config describes, for `params` (nested dicts of arrays or ShapeDtypeStructs).
 
     Uses config.optimizer, schedule, clip_norm, decay_rules, lr_rules and frozen. A path such as
@@ -88,15 +95,18 @@ def build(config: Any, params: Any, total_steps: int, steps_of: StepsOf) -> Opti
     `steps_of` turns a duration into steps. Weight decay is decoupled (Loshchilov & Hutter, 2019): optax's own
     where its builder takes a mask, so that lamb and lars keep it inside the trust ratio; else ours. Raises
     UserError for an unknown name or option, a bad number, a rule that matches no parameter.
+
+    `values` stand in for numbers of the config ("optimizer.momentum", "clip_norm"): traced float32 [], none of them 0.
     """
-    part = _part(config.optimizer)
+    values = values or {}
+    part = _with(_part(config.optimizer), values)
     leaves = _leaves(params, config)
-    clip = _number("config.clip_norm", config.clip_norm)
-    schedule = rate_schedule(config, total_steps, steps_of)
+    clip = values.get("clip_norm", _number("config.clip_norm", config.clip_norm))
+    schedule = _scheduled(config, part.learning_rate, total_steps, steps_of)
     transformation = _transformation(part, leaves, jax.tree.structure(params))
 
     def init(params: Any) -> Any:
-        start = transformation(np.float32(part.learning_rate)).init(_cast(params, _dtype(params)))
+        start = transformation(jnp.asarray(part.learning_rate, jnp.float32)).init(_cast(params, _dtype(params)))
         # Copies: some optimizers remember the parameters they began with, and a buffer is donated only once.
         return jax.tree.map(jnp.copy, start)
 
@@ -114,9 +124,12 @@ def build(config: Any, params: Any, total_steps: int, steps_of: StepsOf) -> Opti
 
 def rate_schedule(config: Any, total_steps: int, steps_of: StepsOf) -> Callable[[Any], jax.Array]:
     """step (int32 []) → learning rate (float32 []), as a run of `total_steps` applies it. Raises UserError."""
+    return _scheduled(config, _part(config.optimizer).learning_rate, total_steps, steps_of)
+
+
+def _scheduled(config: Any, peak: Any, total_steps: int, steps_of: StepsOf) -> Callable[[Any], jax.Array]:
     supplied = {"total_steps": total_steps, "steps_of": steps_of}
     shape = lookup.build(config.schedule, lookup.SCHEDULES, "schedule", **supplied)
-    peak = _part(config.optimizer).learning_rate
     return lambda step: peak * jnp.asarray(shape(step), jnp.float32)
 
 
@@ -147,6 +160,13 @@ def _part(optimizer: Any) -> _Part:
     except (TypeError, ValueError) as error:
         raise UserError(f"config.optimizer: {name} refuses {options}: {lookup.described(error)}") from error
     return part
+
+
+def _with(part: _Part, values: Mapping[str, Any]) -> _Part:
+    """The part with values in the place of its own numbers."""
+    given = {key.removeprefix("optimizer."): value for key, value in values.items() if key.startswith("optimizer.")}
+    own = {name: given.pop(name) for name in ("learning_rate", "weight_decay") if name in given}
+    return dataclasses.replace(part, options=part.options | given, **own)
 
 
 def _leaves(params: Any, config: Any) -> list[_Leaf]:
@@ -215,12 +235,12 @@ def _transformation(
     return transformation
 
 
-def _clipped(grads: Any, leaves: Sequence[_Leaf], clip: float) -> tuple[Any, jax.Array]:
+def _clipped(grads: Any, leaves: Sequence[_Leaf], clip: Any) -> tuple[Any, jax.Array]:
     """Gradients scaled to a norm of at most `clip` (0: off), zero where frozen; and the norm before."""
     flat, structure = jax.tree.flatten(grads)
     flat = [jnp.zeros_like(g) if leaf.frozen else g for g, leaf in zip(flat, leaves, strict=True)]
     norm = jnp.sqrt(jnp.asarray(sum(jnp.sum(jnp.square(g)) for g in flat)))
-    if clip:
+    if not (isinstance(clip, float) and clip == 0):
         flat = [g * (clip / jnp.maximum(norm, clip)) for g in flat]
     return jax.tree.unflatten(structure, flat), norm
 
@@ -231,8 +251,8 @@ def _applied(params: Any, updates: Any, rate: jax.Array, part: _Part, leaves: Se
     def one(p: jax.Array, u: jax.Array, leaf: _Leaf) -> jax.Array:
         if leaf.frozen:
             return p
-        decay = 0.0 if part.mask else part.weight_decay * leaf.decay
-        u = u - rate * decay * p if decay else u
+        if part.decays and leaf.decay and not part.mask:
+            u = u - rate * (part.weight_decay * leaf.decay) * p
         return p + (u if leaf.rate == 1.0 else u * leaf.rate)
 
     flat, structure = jax.tree.flatten(params)

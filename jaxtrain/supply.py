@@ -1,7 +1,9 @@
 """What a step is built of. Its builder names what it wants, as every builder does, and only that is made."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,7 +40,7 @@ class Supply:
     num_classes: int | None  # of the data set, where it has classes
     augment: Augment  # config.augment, for training
     preprocess: Augment  # config.preprocess, for training and evaluation
-    optimizer: Callable[[Any], Optimizer]  # params -> config.optimizer for them, with its schedule and rules
+    optimizer: Callable[..., Optimizer]  # params -> config.optimizer for them, with its schedule and rules
     dtype: Any  # of the computation
 
 
@@ -70,9 +72,12 @@ def for_step(
     Raises UserError for what does not fit together, and for a key of the config that this step would never read.
     """
 
-    def optimizer(params: Any) -> Optimizer:
+    def steps_of(text: str) -> Fraction:
+        return parse_duration(text).steps(config.batch_size, examples)
+
+    def optimizer(params: Any, values: Mapping[str, Any] | None = None) -> Optimizer:
         total = parse_duration(config.total).whole_steps(config.batch_size, examples)
-        return optim.build(config, params, total, lambda text: parse_duration(text).steps(config.batch_size, examples))
+        return optim.build(config, params, total, steps_of, values)
 
     given = Supply(
         parts=None,
@@ -88,6 +93,17 @@ def for_step(
         return dataclasses.replace(given, parts=_parts(config, given, policy, model, task, unroll))
     _refuse_unread(config, asked, contract.label(builder), model=model, task=task)
     return given
+
+
+def varied(given: Supply, values: Mapping[str, Any]) -> Supply:
+    """The same with traced numbers (float32 []) in the place of the config's: see `optim.build`."""
+    optimizer = functools.partial(given.optimizer, values=values)
+    if given.parts is None:
+        return dataclasses.replace(given, optimizer=optimizer)
+    params = jax.eval_shape(functools.partial(_params, given.parts.model, given.parts.example))
+    return dataclasses.replace(
+        given, optimizer=optimizer, parts=dataclasses.replace(given.parts, optimizer=optimizer(params))
+    )
 
 
 def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: Any, task: Any, unroll: bool) -> Parts:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxtrain.config import configfile, keys, lookup, overrides, schema
+from jaxtrain.config import configfile, grid, keys, lookup, overrides, schema
 from jaxtrain.config.durations import Duration, is_moment, parse_duration
 from jaxtrain.config.keys import DURATION, GROUPS, INTERVAL, KEYS, Key
 from jaxtrain.errors import UserError
@@ -155,6 +155,7 @@ def checked(config: ConfigDict) -> Config:
         raise UserError(
             f"config.accumulate is {result.accumulate}; it must divide config.batch_size, {result.batch_size}"
         )
+    grid.members(result)
     result.evals = {name: _evaluation(name, each) for name, each in result.evals.items()}
     return result
 

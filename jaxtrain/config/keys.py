@@ -66,6 +66,10 @@ DURATION = Rule("a duration such as '10ep', '5000st' or '1Mex'", _is_duration)
 INTERVAL = Rule("a duration such as '1ep' or '50st', or '' for never", lambda text: not text or _is_duration(text))
 REGEXES = Rule("valid regular expressions", _are_regexes)
 SEED = Rule("0 to 2³¹ - 1", lambda value: 0 <= value < 2**31)
+REPLICAS = Rule(
+    "1 or more, or a grid such as (('seed', 4), ('optimizer.learning_rate', (.1, .2)))",
+    lambda value: bool(value) if isinstance(value, tuple) else value >= 1,
+)
 DEVICES = Rule("'all', a number from 1 on, or device numbers without repeats", lambda value: _are_devices(value))
 
 
@@ -77,11 +81,20 @@ def _are_devices(value: str | int | tuple[int, ...]) -> bool:
 
 PART = dict | str
 PARTS = tuple[dict | str, ...]
+GRID = tuple[tuple[str, int | tuple[int | float, ...]], ...]
 PATH_NUMBERS = tuple[tuple[str, float], ...]
 
 KEYS = {
     # What is learnt, from what, and how
     "seed": Key(0, "run", "root of every random stream and of the data order", rule=SEED),
+    "replicas": Key(
+        1,
+        "run",
+        "members in one program: of seeds seed, seed + 1, …; or a grid, (('seed', 4), ('optimizer.learning_rate', "
+        "(.1, .2)))",
+        int | GRID,
+        REPLICAS,
+    ),
     "total": Key("10ep", "run", "length of the run: epochs '10ep', steps '5000st' or examples '1Mex'", rule=DURATION),
     "batch_size": Key(128, "run", "examples a step, over all devices", rule=POSITIVE),
     "data": Key(
