@@ -17,7 +17,8 @@ from jaxtrain.supply import NAMES
 
 def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
     """The header of a run."""
-    config, params = job.config, getattr(job.abstract, "params", {})
+    config, one = job.config, job.together.alone(0) if job.together else job
+    params = getattr(one.abstract, "params", {})
     return Facts(
         run=folder.name if folder else "not saved",
         workdir=folder,
@@ -26,7 +27,9 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
         data=_data(job),
         model=_part(job, "model" if job.parts else "step"),
         optimizer=_optimizer(job),
-        steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples, "
+        replicas=_replicas(job),
+        members=tuple(job.together.names) if job.together else (),
+        steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples{' for each' if job.together else ''}, "
         f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps"
         + (f", up to {job.steps_per_dispatch} a dispatch" if job.steps_per_dispatch > 1 else ""),
         synthetic=job.dataset.synthetic,
@@ -73,6 +76,28 @@ def _optimizer(job: Job) -> str:
     if not {"parts", "optimizer"} & set(contract.asked_for(job.builder, NAMES)):
         return ""
     return f"{_named(job, 'optimizer')}, schedule {_named(job, 'schedule')}"
+
+
+def _replicas(job: Job) -> str:
+    """How many members there are, what they differ in, and how they lie in the program."""
+    if job.together is None:
+        return ""
+    members, layout = job.together.members, job.together.layout
+    values = {key: list(dict.fromkeys(each.values[key] for each in members)) for key in members[0].values}
+    differ = " × ".join(f"{key} {_listed(found)}" for key, found in values.items())
+    how = {
+        "unrolled": "one after the other in one program, as it has convolutions",
+        "vmap": "side by side in one program (vmap), as it has no convolutions",
+    }
+    spread = f"; {len(members) // layout.mesh.size} on each device" if layout.spread else ""
+    return f"{len(members)} members: {differ}; {how[layout.mode]}{spread}"
+
+
+def _listed(values: Sequence[float]) -> str:
+    """ "0 to 7" of whole numbers in a row, else each."""
+    if len(values) > 2 and all(value == values[0] + place for place, value in enumerate(values)):
+        return f"{values[0]:g} to {values[-1]:g}"
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def _part(job: Job, kind: str) -> str:

@@ -29,8 +29,15 @@ def initialised(job: Job, state: Any, say: Any) -> Any:
     weights (.safetensors, .pt, .pth, .bin); or "hf://owner/name". `config.init_head="new"` keeps the head as it was
     drawn, `config.init_positions="resample"` fits a ViT's positions to another size of pictures. Raises UserError,
     before any step, where it is not there, or a tensor or its shape or dtype is not what the model needs;
-    StorageError, where a checkpoint that was named is damaged.
+    StorageError, where a checkpoint that was named is damaged. All of several members begin with the same.
     """
+    if job.together is not None:
+        told = [say, *[lambda text: None] * (len(job.together.members) - 1)]
+        each = [
+            initialised(job.together.alone(index), job.together.state(state, index), tell)
+            for index, tell in enumerate(told)
+        ]
+        return job.together.whole(each)
     if not hasattr(state, "params"):
         raise UserError(f"config.init_from sets `params`, and the state of step {job.step_name} has none")
     wanted = {
@@ -76,6 +83,11 @@ def _of_a_run(init_from: str, say: Any) -> tuple[str, dict[str, Any]]:
     if step is None and (step := checkpoints.latest()) is None:
         raise UserError(f"config.init_from is {init_from!r}, and every checkpoint in {folder} is damaged")
     arrays = checkpoints.restore_flat(step, "state")
+    if any(name.startswith("state/members/") for name in arrays):
+        raise UserError(
+            f"config.init_from is {init_from!r}, a run of several members (config.replicas), and a run begins with the "
+            "parameters of one: carry on from result.member(0).state in Python"
+        )
     parts = tuple(f"state/{part}/" for part in TAKEN)
     return str(folder / str(step)), {
         name.removeprefix("state/"): array for name, array in arrays.items() if name.startswith(parts)

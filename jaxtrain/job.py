@@ -212,6 +212,13 @@ class Job:
             loader = "threads"  # what is read once needs no TensorFlow, whose import takes seconds
         return Evaluator(self.mesh, size, self.check, loader, config.threads, keep=not self.streamed_for)
 
+    def blamed(self, state: Any, step: int) -> tuple["Job", Any]:
+        """(job, state) to study the first update left out at `step` with: of several members, those of the one."""
+        if self.together is None:
+            return self, state
+        index = int(np.argmax(np.asarray(jax.device_get(state.members.skipped_at)) == step))
+        return self.together.alone(index), self.together.state(state, index)
+
     def check(self, batch: dict[str, np.ndarray]) -> None:
         """Refuses what the task cannot learn from, such as labels out of range."""
         if self.parts is not None:
@@ -264,6 +271,7 @@ class Together:
     layout: replicas.Layout
     alone: Callable[[int], Job]  # the job of one member, as a single run has it
     evaluation: Callable[[Any], Any]  # an evaluation step of one → of all
+    abstract: Any  # the states of all
 
     @property
     def names(self) -> list[str]:
@@ -274,6 +282,11 @@ class Together:
         """The state of one member, on the mesh, as its single run has it; a copy."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.alone(index).abstract)
         return jax.jit(replicas.member, out_shardings=shardings)(state, np.int32(index))
+
+    def whole(self, states: Sequence[Any]) -> Any:
+        """The states of all members as one, on the mesh."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return jax.jit(replicas.together, out_shardings=shardings)(states)
 
     def evaluate(self, name: str, state: Any, interrupt: Callable[[], None]) -> dict[str, Any]:
         """What a user's function finds for each member: of numbers also mean and standard deviation."""
@@ -374,11 +387,12 @@ def _together(whole: Job, supplied: Callable[[ConfigDict], Supply]) -> Job:
         layout=layout,
     )
     _refuse_constants(first, group)
+    abstract = replicas.stacked(whole.abstract, len(members), layout)
     return dataclasses.replace(
         whole,
         steps=replicas.replicated(group),
-        abstract=replicas.stacked(whole.abstract, len(members), layout),
-        together=Together(members, layout, alone, functools.partial(replicas.evaluation, group)),
+        abstract=abstract,
+        together=Together(members, layout, alone, functools.partial(replicas.evaluation, group), abstract),
     )
 
 

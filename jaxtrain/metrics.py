@@ -128,8 +128,8 @@ class Members:
 def spread(part: str, each: list[Any]) -> dict[str, float]:
     """{part: mean, "part/std": …, "part/0": …, …} of the numbers of two members or more."""
     start = f"{part}/" if part else ""
-    mean = math.fsum(each) / len(each)
-    variance = math.fsum((value - mean) ** 2 for value in each) / (len(each) - 1)
+    mean = sum(each) / len(each)
+    variance = sum((value - mean) ** 2 for value in each) / (len(each) - 1)
     return {part: mean, f"{start}std": math.sqrt(variance)} | {f"{start}{r}": value for r, value in enumerate(each)}
 
 

@@ -26,6 +26,7 @@ FLAGS = {
     ),
     "output": ("FILE", "the CSV to write; by default it is printed"),
     "checkpoint": ("STEP", "of the checkpoint to take; by default the newest good one"),
+    "member": ("NUMBER", "of the member, where config.replicas trained several"),
 }
 EXAMPLES = """\
 A row for each example, in the order of names, rows or lines. A classification has label, class, and the probability of
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     from jaxtrain.data import inputs
     from jaxtrain.result import load
 
-    trained = load(flags.workdir, checkpoint=flags.checkpoint, trust=flags.trust)
+    trained = load(flags.workdir, checkpoint=flags.checkpoint, trust=flags.trust).only(flags.member)
     size = trained.config.eval_batch_size or trained.config.batch_size
     rows = inputs.read(Path(flags.input), trained.job.dataset.spec, trained.config.data, size)
     with written(flags.output) as file:
@@ -105,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     for name, (what, about) in FLAGS.items():
-        number = {"type": int, "default": None} if name == "checkpoint" else {"default": ""}
+        number = {"type": int, "default": None} if name in ("checkpoint", "member") else {"default": ""}
         parser.add_argument(f"--{name}", metavar=what, help=about, **number)
     parser.add_argument("--trust", action="store_true", help="import the code outside jaxtrain that the run names")
     return commandline.parse_flags(argv, parser, {"workdir": "DIR", "input": "PATH"})

@@ -44,8 +44,10 @@ class Trained:
     def weights(self) -> dict[str, Any]:
         """{"params", "model_state"} that evaluation uses: the averaged ones where there are any; dicts of arrays.
 
-        Raises UserError where a step of a user's own keeps them elsewhere.
+        Raises UserError where a step of a user's own keeps them elsewhere, and for several members.
         """
+        if self.job.together is not None:
+            raise UserError(f"there are {len(self.job.together.members)} members, each with its own: .member(0).params")
         if not hasattr(self.state, "params"):
             raise UserError(f"the state of step {self.job.step_name} has no `params`; look into .state itself")
         own = {"params": self.state.params, "model_state": getattr(self.state, "model_state", {})}
@@ -64,9 +66,33 @@ class Trained:
         """Predictions for raw inputs as the data set holds them (for pictures: uint8 [N, H, W, C], any N).
 
         For classification: {"label": int32 [N], "probabilities": float32 [N, classes]}. Raises UserError for
-        inputs of another shape or kind than those of the training.
+        inputs of another shape or kind than those of the training. Of R members (config.replicas): those of each,
+        [R, N, ...].
         """
         return self.job.predict(self.state, inputs)
+
+    def member(self, index: int) -> "Trained":
+        """One member of a run of several, as if it had been trained alone: its config, its state.
+
+        `train.run(member.config, state=member.state)` carries it on. Raises UserError where there is no such member.
+        """
+        together = self.job.together
+        if together is None or not 0 <= index < len(together.members):
+            there = f"members 0 to {len(together.members) - 1}" if together else "no members (config.replicas is 1)"
+            raise UserError(f"there is no member {index!r}: the run has {there}")
+        return Trained(together.alone(index), together.state(self.state, index))
+
+    def only(self, index: int | None) -> "Trained":
+        """What a command goes on with: the member asked for, or the run itself where it has none.
+
+        Raises UserError where there are several and none was asked for.
+        """
+        if index is not None or self.job.together is None:
+            return self if index is None else self.member(index)
+        names = ", ".join(f"{number}: {name}" for number, name in enumerate(self.job.together.names[:4]))
+        raise UserError(
+            f"the run has {len(self.job.together.members)} members ({names}, …); choose one with --member=0"
+        )
 
     def __repr__(self) -> str:  # what a notebook shows: not the arrays
         return f"{type(self).__name__}({', '.join(self._facts())})"

@@ -188,7 +188,7 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"--tokens={flags.tokens}, expected 1 or more")
     from jaxtrain.result import load
 
-    trained = load(flags.workdir, trust=flags.trust)
+    trained = load(flags.workdir, trust=flags.trust).only(flags.member)
     words = words_of(trained.job, flags.tokenizer)
     ((prompt, _),) = words.encode([flags.prompt.encode()])
     drawn = Sampler(trained.job, sampling).tokens(trained.state, prompt.tolist(), seed=flags.seed)
@@ -226,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0, help="only the most probable ones with this share in all (1: all)")
     add("--seed", type=int, default=0, help="another one writes another text (0)")
     add("--tokenizer", default="", help="tokenizer.json, where the data set of the run names none")
+    add("--member", type=int, help="number of the member, where config.replicas trained several")
     add("--trust", action="store_true", help="run code of others that the workdir names")
     return parser
 

@@ -38,6 +38,7 @@ loop.watchdog loop.stopping
 reporting.curves reporting.terminal storage.lease loop.pace loop.due
 reporting.panels
 reporting.parameters reporting.wording
+replicas
 step
 state tasks tasks.language_modelling tasks.multilabel tasks.regression tasks.segmentation tasks.sequence_classification
 tasks.classification
@@ -73,7 +74,7 @@ machine.compilecache machine.hardware machine.distributed
 machine.cluster machine.peers
 config
 config.overrides config.configfile
-config.keys
+config.grid config.keys
 config.lookup
 config.schema config.durations
 storage.remote exits

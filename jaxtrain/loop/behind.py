@@ -46,7 +46,7 @@ class Behind:
         # Counters of what was left out are news only when there was something.
         counters = ("train/skipped", "train/corrupt")
         shown = {name: value for name, value in values.items() if value or not name.startswith(counters)}
-        shown.pop("train/skipped_at", None)
+        shown = {name: value for name, value in shown.items() if not name.startswith("train/skipped_at")}
         self._report.write(held.step, shown)
         self._check(held.step, values)
 

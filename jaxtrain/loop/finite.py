@@ -3,7 +3,7 @@
 The answer is a few bytes of its own, so that the state may be donated to the next step meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,22 +24,30 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack([jnp.ones((), bool), *map(_sound, jax.tree.leaves(tree))])[1:]
 
 
-def refusal(tree: Any, step: int) -> Callable[[], None]:
+def refusal(tree: Any, step: int, members: Sequence[str] = ()) -> Callable[[], None]:
     """What to call later, from any thread: waits for the device; raises NonFiniteError, naming the first leaf.
 
     Returns at once and keeps nothing of `tree`. For `Checkpoints.save(before_commit=…)`, so that no state that is
-    not finite becomes a checkpoint.
+    not finite becomes a checkpoint. `members` names those whose states are stacked in `tree.members`.
     """
+    if members:
+        tree = tree.members
     paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    flags = all_finite(jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    flags = _all_finite_of_each(leaves) if members else all_finite(leaves)[None]  # [members, leaves]
 
     def refuse() -> None:
-        wrong = [path for path, sound in zip(paths, np.asarray(flags), strict=True) if not sound]
-        if wrong:
-            more = f", and {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
-            raise NonFiniteError(f"the state of step {step} is not finite: {wrong[0]}{more}", step)
+        for found, name in zip(np.asarray(flags), members or ("",), strict=True):
+            wrong = [path for path, sound in zip(paths, found, strict=True) if not sound]
+            if wrong:
+                more = f", and {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
+                who = f" of {name}" if name else ""
+                raise NonFiniteError(f"the state of step {step}{who} is not finite: {wrong[0]}{more}", step)
 
     return refuse
+
+
+_all_finite_of_each = jax.jit(jax.vmap(all_finite))
 
 
 def _sound(leaf: Any) -> jax.Array:

@@ -59,10 +59,9 @@ class Loop:
     def __post_init__(self) -> None:
         if self.debug:
             self.job = step_by_step(self.job)
-        config = self.job.config
         self.step = int(self.state.step)
         self.zeros = zero_sums(self.job)
-        self.behind = Behind(self.report, config.batch_size, self.refuse_nonfinite)
+        self.behind = Behind(self.report, self.job.rows, self.refuse_nonfinite)
         self.due = Due(intervals(self.job), max(self.job.total_steps, self.step), self.profile or ())
         self.advance = checked_advance(self.job) if self.debug else plain_advance(self.job)
         self.best_state: Any = None  # without a workdir, where no checkpoint keeps it
@@ -244,20 +243,26 @@ class Loop:
 
         A step of a user's own need not leave any update out; of such a step any metric tells.
         """
-        config = self.job.config
+        config, members = self.job.config, self.job.together
+        ends = {f"/{r}": f" of {name}" for r, name in enumerate(members.names)} if members else {"": ""}
         if "train/skipped_at" not in values:
             wrong = [name for name, value in values.items() if name.startswith("train/") and not math.isfinite(value)]
             if wrong and config.on_nonfinite != "skip":
-                raise NonFiniteError(f"{wrong[0]} is {values[wrong[0]]} in the steps up to {step}", step)
+                found = next(((name, who) for end, who in ends.items() for name in wrong if name.endswith(end)), None)
+                name, who = found or (wrong[0], "")
+                raise NonFiniteError(f"{name}{who} is {values[name]} in the steps up to {step}", step)
             return
-        skipped, at = int(values["train/skipped"]), int(values["train/skipped_at"])
-        if at >= 0 and config.on_nonfinite != "skip":
-            raise NonFiniteError(f"loss or gradient was not finite at step {at}, parameters untouched", at)
-        if at >= 0 and skipped > config.max_skipped:
-            raise NonFiniteError(
-                f"loss or gradient was not finite at step {at} and later: {skipped} updates left out, and "
-                f"config.max_skipped is {config.max_skipped}"
-            )
+        counts = [
+            (int(values[f"train/skipped_at{end}"]), int(values[f"train/skipped{end}"]), ends[end]) for end in ends
+        ]
+        for at, skipped, who in sorted(counts):  # the first fault, whenever it is looked for
+            if at >= 0 and config.on_nonfinite != "skip":
+                raise NonFiniteError(f"loss or gradient{who} was not finite at step {at}, parameters untouched", at)
+            if at >= 0 and skipped > config.max_skipped:
+                raise NonFiniteError(
+                    f"loss or gradient{who} was not finite at step {at} and later: {skipped} updates left out, and "
+                    f"config.max_skipped is {config.max_skipped}"
+                )
 
     def refuse_nonfinite_state(self) -> None:
         """Raises NonFiniteError where the state itself is not finite, which no update need have noticed yet.
@@ -265,7 +270,7 @@ class Loop:
         The fault is that of the next step, so that a rollback does not depend on whether this one was saved.
         """
         try:
-            finite.refusal(self.state, self.step)()
+            finite.refusal(self.state, self.step, self.job.together.names if self.job.together else ())()
         except NonFiniteError as fault:
             raise NonFiniteError(str(fault), self.step + 1) from None
 
@@ -277,7 +282,7 @@ class Loop:
         """
         config, found = self.job.config, ""
         if fault.step is not None and self.job.parts is not None:
-            found = study(self.job, self.state, fault.step, self.folder)
+            found = study(*self.job.blamed(self.state, fault.step), fault.step, self.folder)
         self.rollbacks += 1
         if config.on_nonfinite != "rollback" or fault.step is None or self.checkpoints is None:
             raise NonFiniteError(f"{fault}{found}; {REMEDIES}", fault.step) from None

@@ -22,7 +22,7 @@ def open_report(job: Job, folder: Path | None) -> Report:
         folder if tells else None,
         total_steps=job.total_steps,
         steps_per_epoch=float(job.steps_per_epoch),
-        batch_size=config.batch_size,
+        batch_size=job.rows,
         terminal=config.terminal if tells else "quiet",
         tensorboard=config.tensorboard,
         live_curves=tells and config.terminal == "auto" and in_notebook(),

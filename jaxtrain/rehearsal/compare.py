@@ -59,7 +59,7 @@ def _by_field(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarra
     """By field of the state; scalars that count are one field, `counters`, and partial sums of metrics another."""
     fields: dict[str, dict[str, np.ndarray]] = {}
     for path, array in sorted(arrays.items()):
-        top, _, rest = path.partition("/")
+        top, _, rest = path.replace("state/members/", "state/", 1).partition("/")  # of several, those of all
         field = rest.partition("/")[0] if top == "state" else top
         fields.setdefault("counters" if field in COUNTERS else field, {})[path.removeprefix("state/")] = array
     return fields

@@ -24,7 +24,8 @@ _INSTALL = "curves need matplotlib: pip install matplotlib"
 def plot(history: History, *, metrics: Sequence[str] = ("loss", "accuracy")) -> Any:
     """A matplotlib Figure of a history (`result.history`, `report.history`), a panel for each metric.
 
-    Training is grey, evaluations are coloured, a single value is a point. Raises UserError without
+    Training is grey, evaluations are coloured, a single value is a point; of several members the mean, in a band of one
+    standard deviation. Raises UserError without
     matplotlib.
     """
     if not _installed():
@@ -151,6 +152,9 @@ def _draw(axes: Any, history: History, metric: str) -> None:
         mark = "o" if len(steps) == 1 else "" if group == "train" else "."
         label = "train" if group == "train" else wording.evaluation(group)
         line = "none" if len(steps) == 1 else "-"
+        if deviations := _points(history, f"{group}/{metric}/std")[1]:  # of several members
+            low, high = zip(*((v - d, v + d) for v, d in zip(values, deviations, strict=False)), strict=True)
+            axes.fill_between(steps[: len(low)], low, high, color=_COLOURS.get(group), alpha=0.2, linewidth=0)
         axes.plot(steps, values, ls=line, marker=mark, color=_COLOURS.get(group), label=label, linewidth=1.4)
     axes.set(xlabel="step", title=wording.label(metric))
     if metric == "loss" and 0 < lowest < math.inf:

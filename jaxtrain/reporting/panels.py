@@ -64,7 +64,7 @@ def evaluation_texts(line: Line) -> list[Text]:
         for name in wording.ordered(values):
             style = "bold green" if best and name == "accuracy" else ""
             text.append(f" {wording.label(name)} ", style=DIM)
-            text.append(f"{wording.value(name, values[name]):>7} ", style=style)
+            text.append(f"{wording.spread(name, values):>7} ", style=style)
         texts.append(text)
     return texts
 
@@ -95,6 +95,8 @@ def header_panel(facts: Facts, width: int) -> RenderableType:
 def summary_panel(summary: Summary, width: int) -> RenderableType:
     """How it went, how long it took, where things are. Paths stand below the panel, whole, to be copied."""
     body: list[RenderableType] = [_grid(summary.rows(), strong=("best", "test"))]
+    if table := summary.table():
+        body += [Text(), _members(table)]
     if curve := wording.sparkline(summary.losses, min(width, WIDTH) - 20):
         body.append(_grid([("train loss", curve)], strong=("train loss",)))
     colour = "green" if summary.outcome.startswith("finished") else "yellow"
@@ -105,6 +107,17 @@ def summary_panel(summary: Summary, width: int) -> RenderableType:
     panel = Panel(Group(*body), title=title, title_align="left", border_style=edge, width=min(width, WIDTH))
     paths = [_whole((f"  {name:<12} ", DIM), path) for name, path in summary.places]
     return Group(panel, *paths)
+
+
+def _members(rows: list[tuple[str, ...]]) -> Table:
+    head, *rest = rows
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=DIM)
+    table.add_column(head[0], no_wrap=True)
+    for title in head[1:]:
+        table.add_column(title, justify="right")
+    for row in rest:
+        table.add_row(*row)
+    return table
 
 
 def _whole(*parts: str | tuple[str, str]) -> Text:

@@ -59,6 +59,7 @@ class Report:
         self._begun = time.monotonic()
         self._evaluated: set[str] = set()
         self._synthetic = False
+        self._members: tuple[str, ...] = ()
         self._agreed = False  # whether the files hold what `history` does
         self.may_write: Callable[[], None] = lambda: None  # raises where the workdir is another run's by now
         self.history: list[Record] = []
@@ -73,7 +74,7 @@ class Report:
 
     def header(self, facts: Facts) -> None:
         """Says what runs, where, on what. Where `facts.synthetic`, every report from now on says so."""
-        self._synthetic = facts.synthetic
+        self._synthetic, self._members = facts.synthetic, facts.members
         self._each(lambda sink: sink.header(facts))
 
     def write(self, step: int, scalars: Mapping[str, float | str], *, best: bool = False) -> None:
@@ -135,6 +136,7 @@ class Report:
             losses=tuple(row["train/loss"] for row in self.history if "train/loss" in row),
             places=tuple((label, str(path)) for label, path in where.items()),
             synthetic=self._synthetic,
+            members=self._members,
         )
         self._each(lambda sink: sink.summary(summary))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SYNTHETIC = "SYNTHETIC DATA"
+MEMBERS = 24  # of a table, at most
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans({"▲": "^", "×": "x", "·": "|", "…": "~", "–": "-", "—": "-", "→": ">", "═": "="})
 
@@ -32,6 +33,8 @@ class Facts:
     model: str
     steps: str
     optimizer: str = ""
+    replicas: str = ""
+    members: tuple[str, ...] = ()  # what they are called, where several train in one program
     synthetic: bool = False
     parameters: tuple[Row, ...] = ()
     total: int = 0  # parameters in all
@@ -39,7 +42,7 @@ class Facts:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(label, text) of what is to be said, in the order in which one wants to know."""
-        for label in ("devices", "precision", "data", "model", "optimizer", "steps"):
+        for label in ("devices", "precision", "data", "model", "optimizer", "replicas", "steps"):
             if text := getattr(self, label):
                 yield label, text
 
@@ -84,6 +87,23 @@ class Summary:
     losses: tuple[float, ...] = ()  # of training, one a report
     places: tuple[tuple[str, str], ...] = ()  # (label, path)
     synthetic: bool = False
+    members: tuple[str, ...] = ()  # their names; `results` has the values of number r under "<metric>/<r>"
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A row for each member, below the names of the columns; nothing where there are none."""
+        columns = [(name, metric) for name in self.results for metric in ordered(self.results[name])[:2]]
+        if not self.members or not columns:
+            return []
+        found = [("member", *(f"{evaluation(name)} {label(metric)}" for name, metric in columns))]
+        for r, member in enumerate(self.members[:MEMBERS]):
+            cells = [self.results[name].get(f"{metric}/{r}") for name, metric in columns]
+            texts = (
+                "" if cell is None else value(column[1], cell) for cell, column in zip(cells, columns, strict=True)
+            )
+            found.append((member, *texts))
+        if len(self.members) > MEMBERS:
+            found.append((f"… {len(self.members) - MEMBERS} more in metrics.jsonl", *("" for _ in columns)))
+        return found
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(label, text), the result first."""
@@ -124,9 +144,19 @@ def value(metric: str, number: float) -> str:
     return f"{number:#.4g}"
 
 
+def spread(metric: str, values: Mapping[str, float]) -> str:
+    """A metric's value among others: of several members "98.51 ± 0.31%", mean and standard deviation."""
+    text, deviation = value(metric, values[metric]), values.get(f"{metric}/std")
+    if deviation is None:
+        return text
+    if text.endswith("%"):
+        return f"{text[:-1]} ± {100 * deviation:.2f}%"
+    return f"{text} ± {deviation:.2g}"
+
+
 def pairs(values: Mapping[str, float]) -> str:
     """ "accuracy 97.22%  loss 0.09120", what a reader looks for first in front."""
-    return "  ".join(f"{label(name)} {value(name, values[name])}" for name in ordered(values))
+    return "  ".join(f"{label(name)} {spread(name, values)}" for name in ordered(values))
 
 
 def ordered(names: Iterable[str], first: tuple[str, ...] = ("accuracy", "loss")) -> list[str]:
@@ -187,7 +217,7 @@ def training(line: Line) -> list[tuple[str, str]]:
     train = line.group("train")
     names = ordered(train, first=("loss", "accuracy"))
     names.sort(key=lambda name: name in ("learning_rate", "grad_norm"))  # stable: these two last
-    fields = [(label(name), value(name, train[name])) for name in names]
+    fields = [(label(name), spread(name, train)) for name in names]
     if (speed := line.scalars.get("time/examples_per_second")) is not None:
         fields.append(("", f"{quantity(speed)} ex/s"))
     used = line.scalars.get("memory/device_bytes", line.scalars.get("memory/host_bytes"))
@@ -230,8 +260,18 @@ def summary_lines(summary: Summary) -> list[str]:
     badge = f"[{SYNTHETIC}] " if summary.synthetic else ""
     return [
         badge + summary.outcome,
-        *(f"  {label:<11} {text}" for label, text in (*summary.rows(), *summary.places)),
+        *(f"  {label:<11} {text}" for label, text in summary.rows()),
+        *_aligned(summary.table()),
+        *(f"  {label:<11} {text}" for label, text in summary.places),
     ]
+
+
+def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
+    """The rows of a table, its first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *cells in table:
+        rest = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join(["", f"{first:<{widths[0]}}", *rest]).rstrip()
 
 
 def sparkline(numbers: Iterable[float], width: int) -> str:

@@ -82,7 +82,8 @@ def _layout(job: Job) -> str:
     """How arrays lie on the devices: "data=8", and the rules where there are some."""
     axes = " ".join(f"{name}={size}" for name, size in job.mesh.shape.items())
     rules = "; ".join(f"{pattern} {'×'.join(map(str, each))}" for pattern, each in job.config.sharding_rules)
-    return f"{axes}, {rules}" if rules else axes
+    members = f"{len(job.together.members)} members, {job.together.layout.mode}" if job.together else ""
+    return ", ".join(filter(None, [axes, rules, members]))
 
 
 def _given(objects: Mapping[str, Any]) -> tuple[str, ...]:
