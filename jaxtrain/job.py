@@ -49,12 +49,15 @@ class Job:
 
     def initial(self) -> Any:
         """The state at step 0, on the mesh."""
+        if self.together is not None:
+            # Each by the program of its single run: another one might round otherwise.
+            return self.together.whole([self.together.alone(index).initial() for index in range(len(self.seeds))])
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         # It runs once: on a CPU, optimising it takes XLA seconds that it never gives back.
         hurried = {"xla_backend_optimization_level": 0} if self.mesh.devices.flat[0].platform == "cpu" else {}
         with precision.scope(self.policy):
             return jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
-                self.steps.init, np.asarray(self.seeds if self.together else self.config.seed, np.uint32)
+                self.steps.init, np.uint32(self.config.seed)
             )
 
     @property
@@ -498,10 +501,8 @@ def _with_task(job: Job, name: str, wanted: Any) -> Steps:
     return supply.steps(dataclasses.replace(job.supply, parts=parts), job.builder)
 
 
-def _init(init: Callable[[jax.Array], Any], seeds: jax.Array) -> Any:
-    """`init` of the root key of a seed, or of the keys of several."""
-    key = functools.partial(jax.random.key, impl="threefry2x32")
-    return init(jax.vmap(key)(seeds) if seeds.ndim else key(seeds))
+def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
+    return init(jax.random.key(seed, impl="threefry2x32"))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -118,12 +118,7 @@ def evaluation(group: Group, evaluate: Callable[[Any, Batch], Metrics]) -> Calla
 
 
 def _init(group: Group, keys: jax.Array) -> Replicas:
-    def one(given: tuple[jax.Array, Any]) -> Any:
-        key, values = given
-        return (group.traced(values) if values else group.alone[0]).init(key)
-
-    members = jax.lax.map(one, (keys, dict(group.values)))  # a loop: compiled once
-    return Replicas(members.step[0], members.offset[0], keys[0], members)
+    return together([steps.init(keys[index]) for index, steps in enumerate(group.alone)])
 
 
 def _train(group: Group, calls: list[Call], state: Replicas, batch: Batch) -> tuple[Replicas, Metrics]:
