@@ -111,13 +111,16 @@ class Members:
     """
 
     stacked: Any  # a monoid, each array [R, ...]
+    alike: bool = field(default=False, metadata={"static": True})  # one value says it all, and is all that is computed
 
     def merge(self, other: Self) -> Self:
-        return type(self)(jax.vmap(lambda a, b: a.merge(b))(self.stacked, other.stacked))
+        return type(self)(jax.vmap(lambda a, b: a.merge(b))(self.stacked, other.stacked), self.alike)
 
-    def compute(self) -> dict[str, float]:
-        count = len(jax.tree.leaves(self.stacked)[0])
+    def compute(self) -> Any:
+        count = 1 if self.alike else len(jax.tree.leaves(self.stacked)[0])
         each = [jax.tree.map(lambda leaf, r=r: leaf[r], self.stacked).compute() for r in range(count)]
+        if self.alike:
+            return each[0]
         if not isinstance(each[0], dict):
             return spread("", each)
         return {

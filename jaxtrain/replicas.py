@@ -123,9 +123,8 @@ def _init(group: Group, keys: jax.Array) -> Replicas:
 
 def _train(group: Group, calls: list[Call], state: Replicas, batch: Batch) -> tuple[Replicas, Metrics]:
     members, metrics = _over(group, calls, state, batch, own_rows=True)
-    found = {name: Members(each) for name, each in metrics.items()}
-    if "optimizer.learning_rate" not in group.values and "learning_rate" in metrics:
-        found["learning_rate"] = jax.tree.map(lambda leaf: leaf[0], metrics["learning_rate"])  # that of all
+    alike = set() if "optimizer.learning_rate" in group.values else {"learning_rate"}
+    found = {name: Members(each, name in alike) for name, each in metrics.items()}
     return dataclasses.replace(state, step=state.step + 1, members=members), found
 
 

@@ -18,6 +18,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 # Another legal value for every key.
 OTHER = {
+    "replicas": 3,
     "seed": 1,
     "total": "20ep",
     "batch_size": 64,
