@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, dispatch, flops, metrics, precision, replicas, sharding, supply
-from jaxtrain.config import checked, grid, lookup, parse_duration
+from jaxtrain import contract, dispatch, members, metrics, precision, sharding, supply
+from jaxtrain.config import checked, lookup, parse_duration
 from jaxtrain.data import damage, order, resident, sources
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.evaluate import Evaluation, Evaluator
 from jaxtrain.loop import judge
 from jaxtrain.machine import devices
+from jaxtrain.members import Together
 from jaxtrain.step import Parts, Steps
 from jaxtrain.supply import Supply
 
@@ -42,7 +43,7 @@ class Job:
     steps_per_epoch: Fraction
     abstract: Any  # the state as ShapeDtypeStructs with shardings
     objects: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts given as objects: kind → its name
-    together: "Together | None" = None  # where config.replicas trains several in one program
+    together: Together | None = None  # where config.replicas trains several in one program
 
     def __repr__(self) -> str:
         return f"Job({self.dataset.name}, {self.total_steps:,} steps of {self.config.batch_size:,} examples)"
@@ -63,8 +64,8 @@ class Job:
     @property
     def seeds(self) -> tuple[int, ...]:
         """Of each member; of a single run its own."""
-        members = self.together.members if self.together else ()
-        return tuple(int(each.values.get("seed", self.config.seed)) for each in members) or (self.config.seed,)
+        found = self.together.members if self.together else ()
+        return tuple(int(each.values.get("seed", self.config.seed)) for each in found) or (self.config.seed,)
 
     @property
     def rows(self) -> int:
@@ -266,44 +267,6 @@ class Job:
         return {key: np.moveaxis(array, 1, 0) for key, array in found.items()} if self.together else found
 
 
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """The members of a job that trains several in one program."""
-
-    members: tuple[grid.Member, ...]
-    layout: replicas.Layout
-    alone: Callable[[int], Job]  # the job of one member, as a single run has it
-    evaluation: Callable[[Any], Any]  # an evaluation step of one → of all
-    abstract: Any  # the states of all
-
-    @property
-    def names(self) -> list[str]:
-        """What reports call the members."""
-        return [each.name for each in self.members]
-
-    def state(self, state: replicas.Replicas, index: int) -> Any:
-        """The state of one member, on the mesh, as its single run has it; a copy."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.alone(index).abstract)
-        return jax.jit(replicas.member, out_shardings=shardings)(state, np.int32(index))
-
-    def whole(self, states: Sequence[Any]) -> Any:
-        """The states of all members as one, on the mesh."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        return jax.jit(replicas.together, out_shardings=shardings)(states)
-
-    def evaluate(self, name: str, state: Any, interrupt: Callable[[], None]) -> dict[str, Any]:
-        """What a user's function finds for each member: of numbers also mean and standard deviation."""
-        each = [
-            self.alone(index).evaluate(name, self.state(state, index), interrupt) for index in range(len(self.members))
-        ]
-        found: dict[str, Any] = {}
-        for key, value in each[0].items():
-            values = [other[key] for other in each]
-            is_text = isinstance(value, str)
-            found |= {f"{key}/{r}": text for r, text in enumerate(values)} if is_text else metrics.spread(key, values)
-        return found
-
-
 def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any = None, step: Any = None) -> Job:
     """The job that a checked config describes. Raises UserError for whatever does not fit together.
 
@@ -313,6 +276,8 @@ def build(config: ConfigDict, *, model: Any = None, task: Any = None, data: Any 
     config = checked(config)
     found = devices.select(config)
     mesh = sharding.make_mesh(found, config.mesh)
+    if not members.are_spread(config, mesh):
+        _refuse_uneven(config, mesh)
     policy = precision.choose(config.precision, found[0].platform)
     with precision.scope(policy):
         return _built(config, mesh, policy, model, task, data, step)
@@ -353,85 +318,12 @@ def _built(
         objects={kind: contract.label(value) for kind, value in given.items() if value is not None},
     )
     if config.replicas == 1:
-        _refuse_uneven(config, mesh)
         return job
 
     def supplied(other: ConfigDict) -> Supply:
         return supply.for_step(builder, other, dataset, policy, examples, model=model, task=task, unroll=unroll)
 
-    return _together(job, supplied)
-
-
-def _together(whole: Job, supplied: Callable[[ConfigDict], Supply]) -> Job:
-    """The job of all members, made of the parts of a single one; `supplied(config)` gives what a step is built of."""
-    members = grid.members(whole.config)
-    _refuse_varied_source(whole, members)
-
-    @functools.cache
-    def made(numbers: tuple[tuple[str, float], ...]) -> tuple[Supply, Steps]:
-        """Members that differ by the seed alone have the same steps."""
-        own = supplied(checked(grid.config_of(whole.config, grid.Member(dict(numbers)))))
-        return own, supply.steps(own, whole.builder)
-
-    @functools.cache
-    def alone(index: int) -> Job:
-        config = grid.config_of(whole.config, members[index])
-        own, steps = made(tuple(members[index].numbers.items()))
-        return dataclasses.replace(whole, config=config, supply=own, steps=steps)
-
-    first, layout = alone(0), _layout(alone(0), len(members))
-    columns = {
-        key: np.asarray([each.values[key] for each in members], whole.policy.param) for key in members[0].numbers
-    }
-    group = replicas.Group(
-        alone=[alone(index).steps for index in range(len(members))],
-        traced=lambda values: supply.steps(supply.varied(first.supply, values), whole.builder),
-        values={key: column for key, column in columns.items() if len(set(column)) > 1},
-        layout=layout,
-    )
-    _refuse_constants(first, group)
-    abstract = replicas.stacked(whole.abstract, len(members), layout)
-    return dataclasses.replace(
-        whole,
-        steps=replicas.replicated(group),
-        abstract=abstract,
-        together=Together(members, layout, alone, functools.partial(replicas.evaluation, group), abstract),
-    )
-
-
-def _layout(alone: Job, members: int) -> replicas.Layout:
-    """A fixed rule over program and devices: convolutions are slow under vmap, everything else gains by it."""
-    mode: replicas.Mode = "unrolled" if "conv_general_dilated" in flops.primitives(alone.traced[0]) else "vmap"
-    data = alone.mesh.shape["data"]
-    spread = data > 1 and members % data == 0 and alone.mesh.size == data and not alone.config.sharding_rules
-    if not spread:
-        _refuse_uneven(alone.config, alone.mesh)
-    return replicas.Layout(mode, alone.mesh, spread)
-
-
-def _refuse_varied_source(job: Job, members: Sequence[grid.Member]) -> None:
-    seeds = {each.values.get("seed") for each in members}
-    if isinstance(job.sources["train"], sources.VaryingSource) and len(seeds) > 1:
-        raise UserError(
-            f"config.replicas varies 'seed', by which data set {job.dataset.name} draws its examples on the host, for "
-            "one seed at a time; vary other values, or start a run for each seed"
-        )
-
-
-def _refuse_constants(first: Job, group: replicas.Group) -> None:
-    """Raises UserError for a key whose value the step, or what it is made of, must know in Python."""
-
-    def train(key: str, state: Any, batch: Any, value: Any) -> Any:
-        return group.traced({key: value}).train(state, batch)
-
-    for key, column in group.values.items():
-        try:
-            jax.eval_shape(functools.partial(train, key), first.abstract, first.abstract_batch, column[0])
-        except (TypeError, ValueError) as error:  # among them what JAX raises for a traced bool or float
-            raise UserError(
-                f"config.replicas varies {key!r}, which step {first.step_name} with {first.config.optimizer.name} "
-                f"does not take as a traced number ({type(error).__name__}); start a run for each value"
-            ) from error
+    return members.together(job, supplied)
 
 
 def dataset_of(config: ConfigDict, data: Any = None) -> Dataset:

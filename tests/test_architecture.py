@@ -25,7 +25,7 @@ describe result initialise storage.restart loop.nonfinite loop.agreement loop.op
 loop.advance
 loop.intake
 job
-dispatch
+dispatch members
 supply
 contract
 loop.profiler loop.behind loop.judge
