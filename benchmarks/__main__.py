@@ -11,7 +11,7 @@ import jax
 from benchmarks import results
 from benchmarks.table import render
 
-NAMES = ("loop", "dispatch", "startup", "data", "checkpoint", "models", "compiling")
+NAMES = ("loop", "dispatch", "startup", "data", "checkpoint", "models", "compiling", "replicas")
 
 
 def main() -> int:

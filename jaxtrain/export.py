@@ -24,6 +24,7 @@ FLAGS = {
     "workdir": ("DIR", "of the run: a folder or URL"),
     "output": ("FILE", "to write, FILE.safetensors"),
     "format": ("NAME", "whose names the tensors get; by default the first of the model's below"),
+    "member": ("NUMBER", "of the member, where config.replicas trained several"),
     "checkpoint": ("STEP", "of the checkpoint to take; by default the newest good one"),
 }
 EPILOG = """\
@@ -67,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     flags = parse(argv)
     from jaxtrain.result import load
 
-    trained = load(flags.workdir, checkpoint=flags.checkpoint, trust=flags.trust)
+    trained = load(flags.workdir, checkpoint=flags.checkpoint, trust=flags.trust).only(flags.member)
     found = exported(trained, flags.format)
     files.write(Path(flags.output), found)
     size = sum(tensor.nbytes for tensor in found.values())
@@ -86,7 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     for name, (what, about) in FLAGS.items():
-        number = {"type": int, "default": None} if name == "checkpoint" else {"default": ""}
+        number = {"type": int, "default": None} if name in ("checkpoint", "member") else {"default": ""}
         parser.add_argument(f"--{name}", metavar=what, help=about, **number)
     parser.add_argument("--trust", action="store_true", help="import the code outside jaxtrain that the run names")
     flags = commandline.parse_flags(argv, parser, {"workdir": "DIR", "output": "FILE"})

@@ -220,7 +220,7 @@ class Job:
         """(job, state) to study the first update left out at `step` with: of several members, those of the one."""
         if self.together is None:
             return self, state
-        index = int(np.argmax(np.asarray(jax.device_get(state.members.skipped_at)) == step))
+        index = int(np.argmax(sharding.gathered(self.mesh, state.members.skipped_at) == step))
         return self.together.alone(index), self.together.state(state, index)
 
     def check(self, batch: dict[str, np.ndarray]) -> None:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import checkpoint, compiling, data, models, results
+from benchmarks import checkpoint, compiling, data, models, replicas, results
 from benchmarks.table import Row, render
 from benchmarks.turns import interleaved, ratio
 from jaxtrain.config import load
@@ -15,6 +15,7 @@ TOYS = {
     "checkpoint": lambda: checkpoint.measure(megabytes=1, rounds=1),
     "data": lambda: data.measure(rounds=1, steps=2),
     "compiling": lambda: compiling.measure(rounds=1, depth=4),
+    "replicas": lambda: replicas.measure(members=2, changes=("model.width=4", "total=40st", "report_every=10st")),
     "models": lambda: models.measure(rounds=1, steps=1, shrink=8),
 }
 QUICK = {"checkpoint"}

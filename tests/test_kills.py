@@ -76,6 +76,11 @@ def test_kills_within_loops_of_steps_change_no_bit(place):
     assert len(verified("configs/digits.py:smoke", *changes).faults) == 3
 
 
+def test_three_kills_change_no_bit_of_any_member():
+    grid = "replicas=(('seed', 2), ('optimizer.learning_rate', (.005, .01)))"
+    assert len(verified("configs/digits.py:smoke", grid, "model.width=4").faults) == 3
+
+
 def test_each_fault_is_answered_as_documented():
     """Reports 16, 35, 37, 40: each fault of the table in one run, which ends as if none had been."""
     found = verified("configs/digits.py:smoke", inject=",".join(IN_ONE_RUN))

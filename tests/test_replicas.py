@@ -1,19 +1,25 @@
 """Several runs in one program: each member is the run that its values alone would give."""
 
+import dataclasses
+import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
+from conftest import REPOSITORY
 from tiny import same
 
-from jaxtrain import train
-from jaxtrain.config import checked, grid, overrides
+from jaxtrain import main as entry
+from jaxtrain import predict, train
+from jaxtrain.config import checked, configfile, grid, overrides
 from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.metrics import Last, Mean, Members, compute, merge, names
 from jaxtrain.result import load
+from jaxtrain.tasks.classification import Classification
 
 GRID = (("seed", 2), ("optimizer.learning_rate", (0.05, 0.2)))
 
@@ -244,3 +250,119 @@ def test_members_of_their_own_devices_need_no_collective():
     text = jax.jit(job.steps.train, donate_argnums=0).lower(job.abstract, job.abstract_batch).compile().as_text()
     found = [name for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if name in text]
     assert found == []
+
+
+def count(predict, source, *, job, state):
+    """An evaluation of a user's own, of the run that it is given."""
+    label = predict(source.get(np.arange(3)))["label"]
+    return {"rows": len(label), "seed": job.config.seed, "word": f"step {int(state.step)}"}
+
+
+@pytest.mark.slow
+def test_evaluations_of_ones_own_see_one_member_at_a_time(tmp_path):
+    evals = {
+        "own": dict(source="test", fn=f"{__name__}:count", every="3st"),
+        "other": dict(source="test", task=dict(name="classification", top_k=2), every="3st"),
+    }
+    result = train.run(config(2, total="3st", evals=evals), tmp_path, data=tiny.data())
+    last = {name: value for row in result.history for name, value in row.items()}
+    assert [last[f"eval_own/{name}"] for name in ("rows", "rows/std", "seed/0", "seed/1")] == [3, 0, 0, 1]
+    assert 0 <= last["eval_other/top2_accuracy/1"] <= 1
+    assert "eval_own/word/1 of step 3" in (tmp_path / "log.txt").read_text()
+    again = train.run(config(2, total="3st", evals=evals), tmp_path, mode="eval", data=tiny.data())
+    assert again.metrics["eval/loss/1"] == result.metrics["eval/loss/1"]
+
+
+@pytest.mark.slow
+def test_all_members_begin_with_the_weights_of_another_run(tmp_path):
+    first = train.run(config(1, total="3st"), tmp_path / "one", data=tiny.data())
+    wanted = config(
+        2, total="1st", init_from=str(tmp_path / "one"), ema=0.5, optimizer=dict(name="sgd", learning_rate=0.0)
+    )
+    result = train.run(wanted, tmp_path / "two", data=tiny.data())
+    assert all(same(result.member(r).params, first.params) for r in range(2))
+    with pytest.raises(UserError, match="a run of several members"):
+        train.run(config(1, init_from=str(tmp_path / "two")), data=tiny.data())
+
+
+@pytest.mark.slow
+def test_members_roll_back_together(tmp_path):
+    """One member's fault takes a batch away from all."""
+    task = Spoilt(num_classes=10)
+    wanted = config(2, total="12st", on_nonfinite="rollback", checkpoint=dict(every="4st", minutes=0.0))
+    result = train.run(wanted, tmp_path, data=tiny.data(), task=task)
+    assert int(result.state.offset) > 0 and int(result.state.step) == 12
+    assert all(int(result.member(r).state.offset) == int(result.state.offset) for r in range(2))
+    assert "rolled back to step 4" in (tmp_path / "log.txt").read_text()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spoilt(Classification):
+    """The loss of example 3 is NaN in epoch 1."""
+
+    def losses(self, outputs, batch):
+        return super().losses(outputs, batch) * jnp.where((batch["id"] == 3) & (batch["epoch"] == 1), jnp.nan, 1)
+
+
+@pytest.mark.slow
+def test_a_batch_of_members_of_their_own_devices_need_not_divide():
+    job = train.build(tiny.config(replicas=4, devices=4, batch_size=5, total="2st"), data=tiny.data())
+    assert job.together.layout.spread and job.rows == 20
+    assert int(train.run(job.config, data=tiny.data()).state.step) == 2
+    with pytest.raises(UserError, match="does not divide over 4 devices"):
+        train.build(tiny.config(replicas=3, devices=4, batch_size=5), data=tiny.data())
+
+
+@pytest.mark.slow
+def test_a_grid_on_digits_finds_the_better_rate(tmp_path, capsys):
+    """From the command line to a member's predictions."""
+    command = [
+        *("--config=configs/digits.py", f"--workdir={tmp_path}", "--config.model.width=8", "--config.total=6ep"),
+        "--config.replicas=(('seed', 2), ('optimizer.learning_rate', (1e-5, 5e-3)))",
+    ]
+    assert entry.main(command) == 0
+    last = {name: value for line in read(tmp_path) for name, value in line.items()}
+    accuracies = [last[f"test/accuracy/{r}"] for r in range(4)]
+    assert min(accuracies[1::2]) > 0.9 > max(accuracies[::2])
+    assert "seed 1, learning_rate 0.005" in capsys.readouterr().out
+    np.save(tmp_path / "pictures.npy", np.zeros((2, 8, 8, 1), np.uint8))
+    asked = [f"--workdir={tmp_path}", f"--input={tmp_path / 'pictures.npy'}"]
+    assert predict.main(asked) == 2 and "--member=0" in capsys.readouterr().err
+    assert predict.main([*asked, "--member=3"]) == 0 and capsys.readouterr().out.count("\n") == 3
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_steps_of_ones_own_train_side_by_side(monkeypatch):
+    """A GAN: its optimizers take their numbers from the config, so these may vary."""
+    monkeypatch.syspath_prepend(REPOSITORY)
+    wanted = configfile.read(f"{REPOSITORY}/examples/gan.py")
+    changes = dict(batch_size=32, total="3st", devices=1, terminal="quiet", tensorboard=False, test="no")
+    for key, value in (changes | dict(replicas=(("optimizer.learning_rate", (1e-3, 2e-3)),))).items():
+        wanted[key] = value
+    result = train.run(wanted)
+    for r, each in enumerate(result.job.together.members):
+        alone = train.run(grid.config_of(checked(wanted), each))
+        for a, b in zip(
+            jax.tree.leaves(result.member(r).state.params), jax.tree.leaves(alone.state.params), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def stubborn(learning_rate, momentum: float = 0.9):
+    """An optimizer that decides in Python."""
+    return optax.sgd(learning_rate, momentum if momentum > 0.5 else None)
+
+
+def test_a_number_that_is_decided_by_in_python_is_refused_by_name():
+    wanted = config(
+        (("optimizer.momentum", (0.8, 0.9)),),
+        optimizer=dict(name=f"{__name__}:stubborn", learning_rate=0.1),
+    )
+    with pytest.raises(
+        UserError, match=r"varies 'optimizer\.momentum', which step supervised with .*stubborn does not take"
+    ):
+        train.build(wanted, data=tiny.data())

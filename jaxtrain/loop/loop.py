@@ -126,6 +126,7 @@ class Loop:
                     data, steps = intake.take(until - self.step)
                 if not self.compiled:
                     self.watchdog.pause()
+                began = time.monotonic()
                 self.state, self.sums = self.advance(self.state, self.sums, data, steps)
                 self.step += steps
                 self.agreed.tick()
@@ -133,6 +134,7 @@ class Loop:
                     self.pace.dispatched(self.step, self.sums)
                 else:  # the first call compiles: that is no part of the speed, and no hang
                     self.compiled, waited = True, intake.waited
+                    self.tell_compiled(time.monotonic() - began)
                     self.pace.begin(self.step)
                     self.watchdog.beat()
                     self.stop.working()
@@ -140,6 +142,12 @@ class Loop:
                 if self.interrupted() or self.minutes_passed():
                     break
         self.waited += intake.waited - waited
+
+    def tell_compiled(self, seconds: float) -> None:
+        """Of many members, which take their time."""
+        if self.job.together is not None:
+            names = self.job.together.names
+            self.report.say(f"{len(names)} members in one program, traced and compiled in {seconds:.1f} s")
 
     def write_interval(self) -> None:
         """Ends a report interval. What is written now is the one before it."""
