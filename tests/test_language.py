@@ -341,6 +341,36 @@ def test_a_tokenizer_counts_the_bytes_of_its_tokens(letters, tmp_path):
     np.testing.assert_array_equal(packed.open()["train"].get(np.array([0]))["tokens"][0], [1, 2, 3, 1, 2, 0])
 
 
+def test_the_package_itself_is_read_and_goes_back_and_forth(tmp_path, monkeypatch):
+    """A byte-level BPE like GPT-2's, made here: every byte of any text is counted once, and the text comes back."""
+    made = pytest.importorskip("tokenizers", reason="needs the extra text")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = made.Tokenizer(made.models.BPE())
+    tokenizer.pre_tokenizer = made.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = made.decoders.ByteLevel()
+    words = "To be, or not to be: naïve 東京 🎉\n" * 20
+    alphabet = made.pre_tokenizers.ByteLevel.alphabet()
+    options = dict(vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([words], made.trainers.BpeTrainer(**options))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = vocabulary(str(tmp_path / "tokenizer.json"))
+    assert (found.size, found.end) == (280, 0)
+    for each in (words, "a text of none of its words, æøå 語\n\n  \t", ""):
+        ((tokens, widths),) = found.encode([each.encode()])
+        assert widths.sum() == len(each.encode()) and found.decode(tokens.tolist()) == each
+    (tmp_path / "a.txt").write_text(words, encoding="utf-8")
+    given = dict(files="*.txt", dir=str(tmp_path), tokenizer=str(tmp_path / "tokenizer.json"), window=6)
+    dataset = text.text(**given, validation=0, test=0)
+    for source in (dataset.open()["train"], dataset.open()["train"]):  # made, then from the cache
+        batch = source.get(np.array([0, 1]))
+        first = found.encode([words.encode()])[0][0][:7]
+        np.testing.assert_array_equal(batch["tokens"][0], first)
+        assert batch["bytes"][0] == len(found.decode(first[1:].tolist()).encode())
+    with pytest.raises(UserError, match="is no tokenizer.json"):
+        (tmp_path / "tokenizer.json").write_text("{}")
+        vocabulary(str(tmp_path / "tokenizer.json"))
+
+
 def test_without_the_package_a_tokenizer_is_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"pip install 'jaxtrain\[text\]'"):
