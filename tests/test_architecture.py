@@ -18,7 +18,7 @@ rehearsal.child
 rehearsal.compare rehearsal.rehearse
 rehearsal.poison rehearsal.faults
 rehearsal.inflict
-export predict prepare main sample commandline
+compare_precision export predict prepare main sample commandline
 train
 loop.loop
 describe result initialise storage.restart loop.nonfinite loop.agreement loop.opening
@@ -49,7 +49,7 @@ adapters.functional
 models models.cnn models.convnext models.decoder models.encoder models.mlp models.resnet models.rnn models.unet
 models.vit models.wideresnet
 models.transformer
-models.layers
+models.attention models.layers
 optim
 schedules
 weights weights.families weights.hub

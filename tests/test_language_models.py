@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import UserError
 from jaxtrain.model import build_model
-from jaxtrain.models.transformer import Attention
+from jaxtrain.models.attention import attend
 
 BATCH, LENGTH, VOCABULARY = 8, 12, 11
 KEY = jax.random.key(0)
@@ -234,27 +234,28 @@ def test_dropout_masks(name):
     assert (np.abs(first - outputs(jax.random.key(1))) > 1e-3).any()
 
 
-@pytest.mark.parametrize(("kv_heads", "segments", "causal"), [(4, None, True), (2, [5, 4, 3], True), (1, [12], False)])
-def test_attention_with_dropout_is_the_same_attention(kv_heads, segments, causal):
-    """A rate so small that nothing is dropped gives the fused kernels' result; a large one does not, in training."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 8)), jnp.float32)
-    place = jnp.zeros((2, LENGTH), jnp.int32)
-    same = None if segments is None else jnp.repeat(jnp.arange(len(segments)), jnp.array(segments))
-    mask = None if same is None else jnp.broadcast_to(same[None, :] == same[:, None], (2, 1, LENGTH, LENGTH))
-
-    def outputs(rate, train=True):
-        layer = Attention(8, 4, kv_heads, dropout=rate, dtype=jnp.float32, rngs=nnx.Rngs(0))
-        layer.set_attributes(deterministic=not train, raise_if_not_found=False)
-        return layer(10 * x, (place, mask, causal))[0]
+@pytest.mark.parametrize(("key_heads", "mask", "causal"), [(4, None, True), (2, "texts", True), (1, "texts", False)])
+def test_attention_written_out_is_the_fused_one(key_heads, mask, causal):
+    """With a dropout so small that nothing falls, and in float16, which JAX's function has not on a CPU."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, LENGTH, heads, 8)) for heads in (4, key_heads, key_heads))
+    texts = np.repeat([0, 1, 2], [5, 4, 3])
+    seen = None if mask is None else np.broadcast_to(texts[None] == texts[:, None], (2, 1, LENGTH, LENGTH))
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def all_of_them():
-        return outputs(0.0), outputs(1e-7), outputs(0.5, train=False), outputs(0.5)
+        def found(dtype=jnp.float32, rate=None, train=True):
+            dropout = None if rate is None else nnx.Dropout(rate, rngs=nnx.Rngs(0), deterministic=not train)
+            given = (jnp.asarray(each, dtype) for each in (2 * query, key, value))
+            return attend(*given, mask=seen, causal=causal, dropout=dropout)
 
-    plain, kept, evaluated, dropped = map(np.asarray, all_of_them())
+        return found(), found(rate=1e-7), found(rate=0.5, train=False), found(jnp.float16), found(rate=0.5)
+
+    plain, kept, evaluated, half, dropped = map(np.asarray, all_of_them())
     np.testing.assert_allclose(kept, plain, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(evaluated, plain, rtol=1e-6)
-    assert np.abs(dropped - plain).max() > 0.1 * np.abs(plain).max()
+    np.testing.assert_allclose(half, plain, atol=0.01)
+    assert half.dtype == np.float16 and np.abs(dropped - plain).max() > 0.1
 
 
 def llama_count(vocabulary, width, depth, heads, kv_heads, hidden, tied):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import Implementation, attend
 from jaxtrain.models.layers import dropout as dropout_layer
 
 Norm = Literal["layer", "rms"]
@@ -55,8 +56,7 @@ class Attention(nnx.Module):
     """Multi-head attention: Vaswani et al., 2017. Fewer key than query heads: Ainslie et al., "GQA", 2023.
 
     [B, T, D] -> [B, T, D] in `dtype`. rope: base of the rotary positions, 0: none. qk_norm: RMSNorm of each head's
-    queries and keys (Dehghani et al., 2023, with the norm of Llama's family). dropout: of the probabilities; a training
-    step then computes them all, [B, N, T, T], which the fused kernels spare it.
+    queries and keys (Dehghani et al., 2023, with the norm of Llama's family). dropout: of the weights, see `attend`.
     """
 
     def __init__(
@@ -102,12 +102,8 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = {"keys": _put(cache["keys"], key, positions), "values": _put(cache["values"], value, positions)}
             key, value = cache["keys"], cache["values"]  # [B, S, K, H]
-        if self.dropout is not None and not self.dropout.deterministic:
-            found = _dropped_attention(query, key, value, mask, causal, self.dropout)
-        else:
-            found = jax.nn.dot_product_attention(
-                query, key, value, mask=mask, is_causal=causal, implementation=_implementation(self.dtype, self.size)
-            )
+        kernel = _implementation(self.dtype, self.size)
+        found = attend(query, key, value, mask=mask, causal=causal, dropout=self.dropout, implementation=kernel)
         return self.out(found.reshape(*x.shape[:2], -1)), cache
 
     def _heads(self, x: jax.Array, heads: int, norm: Any, positions: jax.Array) -> jax.Array:
@@ -235,24 +231,7 @@ def _put(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(cache, new, positions[0, 0], axis=1)
 
 
-def _dropped_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool, dropout: nnx.Dropout
-) -> jax.Array:
-    """`jax.nn.dot_product_attention` written out, its probabilities dropped.
-
-    query [B, T, N, H], key and value [B, S, K, H], mask bool [B, 1, T, S] -> [B, T, N, H].
-    """
-    batch, length, heads, size = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, size)  # [B, T, K, N / K, H]
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide(query.dtype)) / size**0.5
-    seen = jnp.tri(length, key.shape[1], dtype=bool)[None, None] if causal else jnp.ones((1, 1, 1, 1), bool)
-    seen = seen if mask is None else seen & mask
-    logits = jnp.where(seen[:, :, None], logits, -0.7 * jnp.finfo(logits.dtype).max)
-    shares = dropout(jax.nn.softmax(logits, axis=-1)).astype(value.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", shares, value).reshape(batch, length, heads, size)
-
-
-def _implementation(dtype: Any, size: int) -> Literal["cudnn"] | None:
+def _implementation(dtype: Any, size: int) -> Implementation:
     """cuDNN's fused kernel where there is one; JAX itself never chooses it."""
     fits = dtype in (jnp.bfloat16, jnp.float16) and size % 8 == 0 and size <= 128
     return "cudnn" if fits and jax.default_backend() == "gpu" else None

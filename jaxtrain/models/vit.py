@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import attend
 from jaxtrain.models.layers import StochasticDepth, depth_rates, normalisation, picture_shape
 from jaxtrain.models.layers import dropout as dropout_layer
 
@@ -182,9 +183,7 @@ class Attention(nnx.Module):
         """[B, N, width], and queries [B, M, width] where they are not those of x itself, to [B, M, width]."""
         query = x if query is None else query
         heads = self._split(self.query(query)), self._split(self.key(x)), self._split(self.value(x))
-        # JAX takes its logits to float32 by a promotion, which it refuses itself where promotion is strict.
-        with jax.numpy_dtype_promotion("standard"):
-            found = jax.nn.dot_product_attention(*heads)
+        found = attend(*heads)
         return self.out(found.reshape(query.shape))
 
     def _split(self, x: jax.Array) -> jax.Array:
