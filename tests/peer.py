@@ -211,6 +211,19 @@ def alone(folder):
         print(json.dumps(time.monotonic() - began), flush=True)
 
 
+def looped(folder):
+    """Loops of four steps, of batches from the hosts and of a resident set: the losses, and what the state became."""
+    found = []
+    for place in ("no", "yes"):
+        config = tiny.config(total="12st", eval_every="", steps_per_dispatch=4, model=dict(name="nets:Dropout"))
+        config.data.resident = place
+        result = train.run(config, data=tiny.data())
+        state = sharding.gathered(result.job.mesh, result.state.params)
+        losses = [line["train/loss"] for line in result.history if "train/loss" in line]
+        found.append([losses, [digest(leaf) for leaf in jax.tree.leaves(state)]])
+    return found
+
+
 def several(folder):
     """One run after another in the same processes."""
     found = [evaluate(None), clocks(folder / "clocks")]

@@ -253,6 +253,15 @@ def peer(scenario, folder, count=2, seconds=90, **options):
 
 
 @pytest.mark.slow
+def test_loops_of_steps_are_the_same_in_two_processes(tmp_path):
+    """Bit-equal where the data comes from the hosts and where it is resident, and the numbers of one process."""
+    two, other = (each.result for each in peer("looped", tmp_path))
+    assert two == other and two[0] == two[1]
+    (one,) = (each.result for each in peer("looped", tmp_path, count=1, environments=[{}]))
+    assert two[0][0] == pytest.approx(one[0][0], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_evaluation_clocks_and_faults_are_the_same_in_both(tmp_path):
     """Report 42: nine examples on two processes are counted as nine, in time. Then clocks that differ; then a NaN."""
     first, second = peer("several", tmp_path)
