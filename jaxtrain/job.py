@@ -7,13 +7,15 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxtrain import contract, dispatch, members, metrics, precision, sharding, supply
+from jaxtrain import contract, dispatch, initialisers, members, metrics, precision, sharding, supply
 from jaxtrain.config import checked, lookup, parse_duration
 from jaxtrain.data import damage, order, resident, sources
+from jaxtrain.data.augment import to_unit
 from jaxtrain.data.feed import Feed
 from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
@@ -49,7 +51,7 @@ class Job:
         return f"Job({self.dataset.name}, {self.total_steps:,} steps of {self.config.batch_size:,} examples)"
 
     def initial(self) -> Any:
-        """The state at step 0, on the mesh."""
+        """The state at step 0, on the mesh, `config.initialise` applied. Reads what of the data that asks for."""
         if self.together is not None:
             # Each by the program of its single run: another one might round otherwise.
             return self.together.whole([self.together.alone(index).initial() for index in range(len(self.seeds))])
@@ -57,9 +59,35 @@ class Job:
         # It runs once: on a CPU, optimising it takes XLA seconds that it never gives back.
         hurried = {"xla_backend_optimization_level": 0} if self.mesh.devices.flat[0].platform == "cpu" else {}
         with precision.scope(self.policy):
-            return jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
+            drawn = jax.jit(_init, static_argnums=0, out_shardings=shardings, compiler_options=hurried)(
                 self.steps.init, np.uint32(self.config.seed)
             )
+            return self._initialised(drawn) if self.config.initialise else drawn
+
+    def _initialised(self, state: Any) -> Any:
+        """The state with the parameters that `config.initialise` sets, also where they are averaged."""
+        paths, structure = sharding.paths(self.abstract.params)
+        drawn = dict(zip(paths, jax.tree.leaves(sharding.gathered(self.mesh, state.params)), strict=True))
+        found = drawn | initialisers.applied(self.config.initialise, drawn, self.first_examples)
+        params = jax.tree.unflatten(structure, [found[path] for path in paths])
+        place = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        new = {"params": jax.device_put(params, place.params)}
+        if getattr(state, "ema", ()):
+            new["ema"] = state.ema | {"params": jax.device_put(params, place.ema["params"])}
+        assert self.parts is not None  # else the config is refused
+        # An optimizer may remember the parameters that it began with.
+        new["opt_state"] = jax.jit(self.parts.optimizer.init, out_shardings=place.opt_state)(new["params"])
+        return dataclasses.replace(state, **new)
+
+    def first_examples(self, count: int) -> dict[str, np.ndarray]:
+        """The first `count` of the training split as a model sees them: to [0, 1], preprocessed, not augmented."""
+        source = self.sources["train"]
+        batch = source.get(np.arange(min(count, len(source))))
+        kept = np.flatnonzero(batch.get("mask", np.ones(len(batch[next(iter(batch))]), bool)))  # not the damaged ones
+        batch = {name: array[kept] for name, array in batch.items()}
+        cpu = jax.local_devices(backend="cpu")[0]
+        with jax.default_device(cpu):
+            return jax.device_get(self.supply.preprocess(None, to_unit(jax.tree.map(jnp.asarray, batch))))
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -101,7 +129,8 @@ class Job:
     @functools.cached_property
     def plan(self) -> order.Shuffled:
         """Data position → the ids of its batch."""
-        return order.Shuffled(self.seeds, self.config.batch_size, len(self.sources["train"]))
+        config, size = self.config, len(self.sources["train"])
+        return order.Shuffled(self.seeds, config.batch_size, size, self.examples_in_epoch)
 
     @functools.cached_property
     def columns(self) -> dict[str, jax.Array]:
@@ -131,6 +160,12 @@ class Job:
         )
 
     @property
+    def examples_in_epoch(self) -> int:
+        """Of training: all, or as many as fill whole batches where `config.drop_remainder` asks for that."""
+        config = self.config
+        return order.examples_in_epoch(len(self.sources["train"]), config.batch_size, config.drop_remainder)
+
+    @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch as ShapeDtypeStructs: what the source gives, and what the feed adds."""
         spec = dict(self.dataset.spec) | {name: jax.ShapeDtypeStruct((), np.int32) for name in ("id", "epoch")}
@@ -149,7 +184,7 @@ class Job:
 
     def steps_in(self, text: str) -> Fraction:
         """A duration such as "2ep" in steps."""
-        return parse_duration(text).steps(self.config.batch_size, len(self.sources["train"]))
+        return parse_duration(text).steps(self.config.batch_size, self.examples_in_epoch)
 
     @functools.cached_property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -291,7 +326,7 @@ def _built(
     roles = dict(dataset.open())
     if "train" not in roles:
         raise UserError(f"data set {dataset.name} has no training split")
-    examples = len(roles["train"])
+    examples = order.examples_in_epoch(len(roles["train"]), config.batch_size, config.drop_remainder)
     unroll = platform == "cpu"  # XLA runs convolutions in a compiled loop ten times slower there
     builder = config.step if step is None else step
     made = supply.for_step(builder, config, dataset, policy, examples, model=model, task=task, unroll=unroll)
@@ -376,20 +411,25 @@ def _named(job: Job, name: str, wanted: Mapping[str, Any], every: Fraction | Non
     if "fn" in wanted:
         function = lookup.resolve(wanted["fn"], lookup.EVALUATIONS, "evaluation function")
         return Evaluation(name, found, None, every, function)
-    if "task" in wanted:
-        step = _with_task(job, name, wanted["task"]).evaluate
+    if "task" in wanted or "test_time" in wanted:
+        step = _with_others(job, name, wanted).evaluate
         return Evaluation(name, found, job.together.evaluation(step) if job.together else step, every)
     if job.steps.evaluate is None:
         raise UserError(f"evaluation {name} has no fn, and step {job.step_name} brings no evaluate function")
     return Evaluation(name, found, job.steps.evaluate, every)
 
 
-def _with_task(job: Job, name: str, wanted: Any) -> Steps:
-    """The same step over another task."""
+def _with_others(job: Job, name: str, wanted: Mapping[str, Any]) -> Steps:
+    """The same step over another task, or other views of the pictures."""
     if job.parts is None:
-        raise UserError(f"evaluation {name} has a task, and step {job.step_name} is not made of one; give it a fn")
-    task = lookup.build(wanted, lookup.TASKS, "task", num_classes=job.dataset.num_classes, dtype=job.supply.dtype)
-    parts = dataclasses.replace(job.parts, task=task)
+        word = "task" if "task" in wanted else "test_time"
+        raise UserError(f"evaluation {name} has a {word}, and step {job.step_name} is not made of one; give it a fn")
+    parts, supplied = job.parts, {"num_classes": job.dataset.num_classes, "dtype": job.supply.dtype}
+    if "task" in wanted:
+        parts = dataclasses.replace(parts, task=lookup.build(wanted["task"], lookup.TASKS, "task", **supplied))
+    if "test_time" in wanted:
+        views = lookup.build(wanted["test_time"], lookup.TEST_TIMES, lookup.TEST_TIME.word)
+        parts = dataclasses.replace(parts, views=views)
     return supply.steps(dataclasses.replace(job.supply, parts=parts), job.builder)
 
 

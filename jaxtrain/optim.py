@@ -1,4 +1,4 @@
-"""The optimizer: a rate that is a function of the step, an optax transformation by name, and rules by path.
+"""The optimizer: a rate that is a function of the step, optax transformations by name, and rules by path.
 
 The rate is an argument of every update, `schedule(s)`, and never comes from optax's own count: after updates
 that were left out it is still the rate of step s, and many rates can enter as one array. An update is
@@ -8,13 +8,14 @@ that were left out it is still the rate of step s, and many rates can enter as o
     decay    − rate · weight_decay · multiplier · p: by default not of biases, scales and vectors
     rules    times the multiplier of the path in `lr_rules`; what is frozen stays as it is, bit by bit
 
-all in float32 (float64 where a parameter is float64); parameters keep their dtype.
+and each group of `param_groups` has a transformation, a rate and a decay of its own, and perhaps a part of the run in
+which alone it is trained; all in float32 (float64 where a parameter is float64); parameters keep their dtype.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,9 +50,10 @@ class Optimizer:
     """step, int32 [] → float32 []: the rate of the update that makes state step + 1."""
     init: Callable[[Any], Any]
     """params → opt_state: arrays only, none of them shared with `params`."""
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
-    """(grads, opt_state, params, rate float32 []) → (params, opt_state, norm float32 []). `grads` are of the
-    whole batch; the norm is theirs before clipping, without frozen parameters."""
+    update: Callable[..., tuple[Any, Any, jax.Array]]
+    """(grads, opt_state, params, rate float32 [], step int32 [] = None) → (params, opt_state, norm float32 []).
+    `grads` are of the whole batch; the norm is theirs before clipping, without frozen parameters. The step tells the
+    rates of `config.param_groups`; without them it is not needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class _Leaf:
     decay: float  # multiplier of the weight decay
     rate: float  # multiplier of the whole update
     frozen: bool
+    group: int = 0  # 0: config.optimizer; n: config.param_groups[n - 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,9 @@ class _Part:
     weight_decay: float
     takes_decay: bool  # the builder has a weight decay of its own
     mask: str | None  # the builder's argument that limits it, where its decay is the one asked for
+    schedule: Callable[[Any], jax.Array] | None = None  # of a group: step → rate float32 []
+    since: int = 0  # first step at which it is trained
+    until: int | None = None  # first step at which it is no more
 
     @property
     def decays(self) -> bool:
@@ -86,38 +92,51 @@ class _Part:
 
 
 def build(
-    config: Any, params: Any, total_steps: int, steps_of: StepsOf, values: Mapping[str, Any] | None = None
+    config: Any,
+    params: Any,
+    total_steps: int,
+    steps_of: StepsOf,
+    values: Mapping[str, Any] | None = None,
+    dtype: Any = jnp.float32,
 ) -> Optimizer:
     """The optimizer that the config describes, for `params` (nested dicts of arrays or ShapeDtypeStructs).
 
-    Uses config.optimizer, schedule, clip_norm, decay_rules, lr_rules and frozen. A path such as
-    "block_1/conv/kernel" takes the multiplier of the first rule whose regular expression is found in it.
-    `steps_of` turns a duration into steps. Weight decay is decoupled (Loshchilov & Hutter, 2019): optax's own
-    where its builder takes a mask, so that lamb and lars keep it inside the trust ratio; else ours. Raises
+    Uses config.optimizer, param_groups, schedule, clip_norm, decay_rules, lr_rules and frozen. A path such as
+    "block_1/conv/kernel" takes the multiplier of the first rule whose regular expression is found in it, and the first
+    group whose `paths` is, else config.optimizer. `steps_of` turns a duration into steps; `dtype` is that of the
+    computation, for builders that name it. Weight decay is decoupled (Loshchilov & Hutter, 2019): optax's own where its
+    builder takes a mask, so that lamb and lars keep it inside the trust ratio; else ours. Raises
     UserError for an unknown name or option, a bad number, a rule that matches no parameter.
 
     `values` stand in for numbers of the config ("optimizer.momentum", "clip_norm"): traced float32 [], none of them 0.
     """
     values = values or {}
-    part = _with(_part(config.optimizer), values)
+    parts = [
+        _with(_part(config.optimizer, dtype=dtype), values),
+        *(_group(config, number, total_steps, steps_of, dtype) for number in range(len(config.param_groups))),
+    ]
     leaves = _leaves(params, config)
     clip = values.get("clip_norm", _number("config.clip_norm", config.clip_norm))
-    schedule = _scheduled(config, part.learning_rate, total_steps, steps_of)
-    transformation = _transformation(part, leaves, jax.tree.structure(params))
+    schedule = _scheduled(config, parts[0].learning_rate, total_steps, steps_of)
+    transformation = _transformation(parts, leaves, jax.tree.structure(params))
 
     def init(params: Any) -> Any:
-        start = transformation(jnp.asarray(part.learning_rate, jnp.float32)).init(_cast(params, _dtype(params)))
+        rates = [jnp.asarray(part.learning_rate, jnp.float32) for part in parts]
+        start = transformation(rates).init(_cast(params, _dtype(params)))
         # Copies: some optimizers remember the parameters they began with, and a buffer is donated only once.
         return jax.tree.map(jnp.copy, start)
 
-    def update(grads: Any, opt_state: Any, params: Any, learning_rate: Any) -> tuple[Any, Any, jax.Array]:
-        dtype = _dtype(params)
-        rate, wide = jnp.asarray(learning_rate, dtype), _cast(params, dtype)
-        grads, norm = _clipped(_cast(grads, dtype), leaves, clip)
-        updates, opt_state = transformation(rate).update(grads, opt_state, wide)
-        new = _applied(wide, updates, rate, part, leaves)
+    def update(
+        grads: Any, opt_state: Any, params: Any, learning_rate: Any, step: Any = None
+    ) -> tuple[Any, Any, jax.Array]:
+        dtype, wide = _dtype(params), _cast(params, _dtype(params))
+        rates = _cast([learning_rate, *_rates_at(step, parts[1:])], dtype)
+        trained = [_trained_at(step, part) for part in parts]
+        grads, norm = _clipped(_cast(grads, dtype), leaves, clip, trained)
+        updates, new_state = transformation(rates).update(grads, opt_state, wide)
+        new = _applied(wide, updates, rates, parts, leaves, trained)
         new = jax.tree.map(lambda old, x: x.astype(old.dtype), params, new)
-        return new, opt_state, norm.astype(jnp.float32)
+        return new, _kept(opt_state, new_state, trained), norm.astype(jnp.float32)
 
     return Optimizer(schedule, init, update)
 
@@ -128,37 +147,92 @@ def rate_schedule(config: Any, total_steps: int, steps_of: StepsOf) -> Callable[
 
 
 def _scheduled(config: Any, peak: Any, total_steps: int, steps_of: StepsOf) -> Callable[[Any], jax.Array]:
-    supplied = {"total_steps": total_steps, "steps_of": steps_of}
-    shape = lookup.build(config.schedule, lookup.SCHEDULES, "schedule", **supplied)
+    shape = _shape(config.schedule, total_steps, steps_of)
     return lambda step: peak * jnp.asarray(shape(step), jnp.float32)
 
 
-def _part(optimizer: Any) -> _Part:
-    options = lookup.checked(optimizer, lookup.OPTIMIZER, "config.optimizer", fill=False)
+def all_rates(config: Any, total_steps: int, steps_of: StepsOf) -> list[Callable[[Any], jax.Array]]:
+    """As `rate_schedule`, and then that of each of config.param_groups, 0 where it does not train."""
+
+    def of_group(number: int) -> Callable[[Any], jax.Array]:
+        group = _group(config, number, total_steps, steps_of, jnp.float32)
+
+        def rate(step: Any) -> jax.Array:
+            (found,), trained = _rates_at(step, [group]), _trained_at(step, group)
+            return found if trained is None else jnp.where(trained, found, 0)
+
+        return rate
+
+    return [rate_schedule(config, total_steps, steps_of), *map(of_group, range(len(config.param_groups)))]
+
+
+def _shape(schedule: Any, total_steps: int, steps_of: StepsOf) -> Callable[[Any], jax.Array]:
+    supplied = {"total_steps": total_steps, "steps_of": steps_of}
+    return lookup.build(schedule, lookup.SCHEDULES, "schedule", **supplied)
+
+
+def _group(config: Any, number: int, total_steps: int, steps_of: StepsOf, dtype: Any) -> _Part:
+    """What trains the parameters of config.param_groups[number], with its own rate over the steps in which it does."""
+    where = f"config.param_groups[{number}]"
+    given = lookup.checked(config.param_groups[number], lookup.PARAM_GROUP, where, fill=False)
+    own = {key: given.pop(key) for key in lookup.OF_A_GROUP if key in given}
+    part = _part(given, where, dtype)
+    since, until = (math.ceil(steps_of(own[key])) if own.get(key) else None for key in ("since", "until"))
+    first, last = since or 0, total_steps if until is None else until
+    if first >= last:
+        raise UserError(f"{where} is trained from step {first} until step {last}; expected since to come before until")
+    shape = _shape(own.get("schedule") or config.schedule, last - first, steps_of)
+    peak = part.learning_rate
+
+    def schedule(step: Any) -> jax.Array:
+        return peak * jnp.asarray(shape(jnp.asarray(step, jnp.int32) - first), jnp.float32)
+
+    return dataclasses.replace(part, schedule=schedule, since=first, until=until)
+
+
+def _rates_at(step: Any, groups: Sequence[_Part]) -> list[jax.Array]:
+    if groups and step is None:
+        raise UserError(
+            "config.param_groups have rates of their own, and the step gives none to tell them; call "
+            "optimizer.update(grads, opt_state, params, rate, state.step)"
+        )
+    return [group.schedule(step) for group in groups if group.schedule is not None]
+
+
+def _trained_at(step: Any, part: _Part) -> jax.Array | None:
+    """Whether a part is trained at the step, bool []; None: always."""
+    if not part.since and part.until is None:
+        return None
+    step = jnp.asarray(step, jnp.int32)
+    return (step >= part.since) & (True if part.until is None else step < part.until)
+
+
+def _part(optimizer: Any, where: str = "config.optimizer", dtype: Any = jnp.float32) -> _Part:
+    options = lookup.checked(optimizer, lookup.OPTIMIZER, where, fill=False)
     name = options.pop("name")
     builder = lookup.resolve(name, lookup.OPTIMIZERS, "optimizer")
     takes = inspect.signature(builder).parameters
     known = builder.__name__ if getattr(builder, "__module__", "").startswith("optax.") else ""
     default = lookup.options_of(lookup.OPTIMIZER, name)["weight_decay"].default
-    weight_decay = _number("config.optimizer.weight_decay", options.pop("weight_decay", default))
+    weight_decay = _number(f"{where}.weight_decay", options.pop("weight_decay", default))
     if known in WITHOUT_DECAY and weight_decay:
         raise UserError(
-            f"config.optimizer.weight_decay is {weight_decay:g}, but the steps of {known} are not of the size "
+            f"{where}.weight_decay is {weight_decay:g}, but the steps of {known} are not of the size "
             "of learning_rate, and a decoupled decay does not go with them; set it to 0"
         )
     masks = [each for each in MASKS if each in takes and "weight_decay" in takes and known not in NOT_DECOUPLED]
     part = _Part(
         builder=builder,
-        learning_rate=_number("config.optimizer.learning_rate", options.pop("learning_rate")),
+        learning_rate=_number(f"{where}.learning_rate", options.pop("learning_rate")),
         weight_decay=weight_decay,
-        options=options,
+        options=options | ({"dtype": dtype} if "dtype" in takes else {}),
         takes_decay="weight_decay" in takes,
         mask=masks[0] if masks else None,
     )
     try:
         part(np.float32(part.learning_rate), 0.0)
     except (TypeError, ValueError) as error:
-        raise UserError(f"config.optimizer: {name} refuses {options}: {lookup.described(error)}") from error
+        raise UserError(f"{where}: {name} refuses {options}: {lookup.described(error)}") from error
     return part
 
 
@@ -178,8 +252,20 @@ def _leaves(params: Any, config: Any) -> list[_Leaf]:
     frozen = _multipliers("config.frozen", [(pattern, 0.0) for pattern in config.frozen], paths)
     if paths and len(frozen) == len(paths):
         raise UserError(f"config.frozen {tuple(config.frozen)} matches every parameter; leave one to train")
+    groups: dict[str, int] = {}
+    for number, group in enumerate(config.param_groups, 1):
+        key = f"config.param_groups[{number - 1}].paths"
+        matched = lookup.matching(key, group["paths"], paths)
+        if not set(matched) - groups.keys():
+            raise UserError(f"{key}: {group['paths']!r} matches nothing that the groups before it leave")
+        groups = dict.fromkeys(matched, number) | groups
     return [
-        _Leaf(decay.get(path, float(_is_kernel(path, leaf.ndim))), rate.get(path, 1.0), path in frozen)
+        _Leaf(
+            decay=decay.get(path, float(_is_kernel(path, leaf.ndim))),
+            rate=rate.get(path, 1.0),
+            frozen=path in frozen,
+            group=groups.get(path, 0),
+        )
         for path, leaf in flat
     ]
 
@@ -193,13 +279,7 @@ def _multipliers(key: str, rules: Rules, paths: Sequence[str]) -> dict[str, floa
     """path → the multiplier of the first rule found in it; a path that no rule matches is left out."""
     found: dict[str, float] = {}
     for pattern, multiplier in rules:
-        try:
-            matched = [path for path in paths if re.search(pattern, path)]
-        except re.error as error:
-            raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
-        if not matched:
-            some = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
-            raise UserError(f"{key}: {pattern!r} matches no parameter. There are {some}")
+        matched = lookup.matching(key, pattern, paths)
         number = _number(f"{key}: the multiplier of {pattern!r}", multiplier)
         found = dict.fromkeys(matched, number) | found  # what an earlier rule said stays
     return found
@@ -212,19 +292,25 @@ def _number(key: str, value: Any) -> float:
 
 
 def _transformation(
-    part: _Part, leaves: Sequence[_Leaf], structure: Any
-) -> Callable[[Any], optax.GradientTransformation]:
-    """rate → the transformation of all parameters. The structure of its state does not depend on the rate.
+    parts: Sequence[_Part], leaves: Sequence[_Leaf], structure: Any
+) -> Callable[[Sequence[Any]], optax.GradientTransformation]:
+    """A rate for each part → the transformation of all parameters. The structure of its state is that of any rates.
 
     One transformation where a mask of bools says which parameters decay; else one for each multiplier, which
     is exact also where the decay is inside a trust ratio. Frozen parameters have no optimizer state.
     """
+    if len(parts) > 1:
+        return _transformation_by_group(parts, leaves, structure)
+    (part,) = parts
+    if all(leaf.frozen for leaf in leaves):
+        return lambda rates: optax.set_to_zero()
     levels = [FROZEN if leaf.frozen else leaf.decay if part.mask else 0.0 for leaf in leaves]
     names = {level: f"decay_{i}" for i, level in enumerate(sorted({*levels} - {FROZEN}))} | {FROZEN: "frozen"}
     labels = jax.tree.unflatten(structure, [names[level] for level in levels])
     mask = jax.tree.unflatten(structure, [level == 1.0 for level in levels])
 
-    def transformation(rate: Any) -> optax.GradientTransformation:
+    def transformation(rates: Sequence[Any]) -> optax.GradientTransformation:
+        (rate,) = rates
         if part.mask and set(levels) <= {0.0, 1.0}:
             return part(rate, 1.0, **{part.mask: mask})
         if len(set(levels)) == 1:
@@ -235,25 +321,76 @@ def _transformation(
     return transformation
 
 
-def _clipped(grads: Any, leaves: Sequence[_Leaf], clip: Any) -> tuple[Any, jax.Array]:
+def _transformation_by_group(
+    parts: Sequence[_Part], leaves: Sequence[_Leaf], structure: Any
+) -> Callable[[Sequence[Any]], optax.GradientTransformation]:
+    """The same where there are groups, which keep their states apart: a tuple, one for each part."""
+
+    def of_one(number: int) -> Callable[[Sequence[Any]], optax.GradientTransformation]:
+        others = [dataclasses.replace(leaf, frozen=leaf.frozen or leaf.group != number) for leaf in leaves]
+        return _transformation(parts[number : number + 1], others, structure)
+
+    own = [of_one(number) for number in range(len(parts))]
+
+    def transformation(rates: Sequence[Any]) -> optax.GradientTransformation:
+        each = [one([rate]) for one, rate in zip(own, rates, strict=True)]
+
+        def update(grads: Any, states: Any, params: Any = None) -> tuple[Any, Any]:
+            found = [one.update(grads, state, params) for one, state in zip(each, states, strict=True)]
+            flat = [jax.tree.leaves(updates) for updates, _ in found]
+            chosen = [flat[leaf.group][place] for place, leaf in enumerate(leaves)]
+            return jax.tree.unflatten(structure, chosen), tuple(state for _, state in found)
+
+        return optax.GradientTransformation(lambda params: tuple(one.init(params) for one in each), update)
+
+    return transformation
+
+
+def _clipped(
+    grads: Any, leaves: Sequence[_Leaf], clip: Any, trained: Sequence[jax.Array | None]
+) -> tuple[Any, jax.Array]:
     """Gradients scaled to a norm of at most `clip` (0: off), zero where frozen; and the norm before."""
     flat, structure = jax.tree.flatten(grads)
-    flat = [jnp.zeros_like(g) if leaf.frozen else g for g, leaf in zip(flat, leaves, strict=True)]
+
+    def one(g: jax.Array, leaf: _Leaf) -> jax.Array:
+        now = trained[leaf.group]
+        return jnp.zeros_like(g) if leaf.frozen else g if now is None else jnp.where(now, g, 0)
+
+    flat = [one(g, leaf) for g, leaf in zip(flat, leaves, strict=True)]
     norm = jnp.sqrt(jnp.asarray(sum(jnp.sum(jnp.square(g)) for g in flat)))
     if not (isinstance(clip, float) and clip == 0):
         flat = [g * (clip / jnp.maximum(norm, clip)) for g in flat]
     return jax.tree.unflatten(structure, flat), norm
 
 
-def _applied(params: Any, updates: Any, rate: jax.Array, part: _Part, leaves: Sequence[_Leaf]) -> Any:
+def _kept(old: Any, new: Any, trained: Sequence[jax.Array | None]) -> Any:
+    """The new optimizer state, the old one of each group that is not trained now."""
+    if all(now is None for now in trained):
+        return new
+    return tuple(
+        after if now is None else jax.tree.map(functools.partial(jnp.where, now), after, before)
+        for before, after, now in zip(old, new, trained, strict=True)
+    )
+
+
+def _applied(
+    params: Any,
+    updates: Any,
+    rates: Sequence[jax.Array],
+    parts: Sequence[_Part],
+    leaves: Sequence[_Leaf],
+    trained: Sequence[jax.Array | None],
+) -> Any:
     """params + updates, with our own decay where the builder's is not used and the rules' multipliers."""
 
     def one(p: jax.Array, u: jax.Array, leaf: _Leaf) -> jax.Array:
         if leaf.frozen:
             return p
+        part, rate, now = parts[leaf.group], rates[leaf.group], trained[leaf.group]
         if part.decays and leaf.decay and not part.mask:
             u = u - rate * (part.weight_decay * leaf.decay) * p
-        return p + (u if leaf.rate == 1.0 else u * leaf.rate)
+        new = p + (u if leaf.rate == 1.0 else u * leaf.rate)
+        return new if now is None else jnp.where(now, new, p)
 
     flat, structure = jax.tree.flatten(params)
     new = [one(*each) for each in zip(flat, jax.tree.leaves(updates), leaves, strict=True)]

@@ -57,6 +57,12 @@ def path_string(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+def paths(tree: Any) -> tuple[list[str], Any]:
+    """The path of each leaf of a tree, in order, and the tree's structure."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [path_string(path) for path, _ in flat], structure
+
+
 def of_state(mesh: Mesh, state: Any, rules: Rules = ()) -> Any:
     """A tree of shardings for `state` (arrays or ShapeDtypeStructs): the first rule whose regular expression is
     found in a leaf's path, else replicated.

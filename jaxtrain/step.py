@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import precision
-from jaxtrain.data.augment import Augment, to_unit
+from jaxtrain.data.augment import Augment, fixed_draws, to_unit
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import Count, Last, Mean, empty, merge
 from jaxtrain.optim import Optimizer
 from jaxtrain.state import TrainState, counter
 from jaxtrain.tasks import Task
+from jaxtrain.views import Views, averaged, one_view
 
 if TYPE_CHECKING:  # at run time it would import flax.nnx, which a step of a user's own may not need
     from jaxtrain.model import Model
@@ -37,6 +38,7 @@ class Parts:
     accumulate: int = 1  # micro-batches a step
     unroll: bool = False  # micro-batches one after the other in the program, not in a compiled loop
     ema: float = 0.0  # decay of the averaged weights, or 0: none
+    views: Views = one_view  # of a batch, over which evaluation and prediction average the outputs
     halt: bool = True  # after a non-finite update nothing changes any more, until the loop has dealt with it
 
 
@@ -91,10 +93,12 @@ def init_state(key: jax.Array, *, parts: Parts) -> TrainState:
 def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainState, Metrics]:
     """One update from one global batch (leading axis B). The rate applied is `schedule(state.step)`."""
     learning_rate = parts.optimizer.schedule(state.step)
-    batch = prepare(batch, parts, state.stream("augment"))
+    batch = prepare(batch, parts, state)
     grads, model_state, metrics = gradients(state, batch, parts)
     grads = precision.unscale(grads, state.loss_scale)
-    params, opt_state, grad_norm = parts.optimizer.update(grads, state.opt_state, state.params, learning_rate)
+    params, opt_state, grad_norm = parts.optimizer.update(
+        grads, state.opt_state, state.params, learning_rate, state.step
+    )
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].total)
     # A float16 gradient that overflows only asks for a smaller scale; it is a fault where none is smaller.
     fault = ~finite & precision.exhausted(state.loss_scale)
@@ -126,23 +130,29 @@ def train_step(state: TrainState, batch: Batch, *, parts: Parts) -> tuple[TrainS
 
 
 def eval_step(state: TrainState, batch: Batch, *, parts: Parts) -> Metrics:
-    """Metrics of one batch with the averaged weights where there are any, else the current ones."""
+    """Metrics of one batch with the averaged weights where there are any, else the current ones.
+
+    The outputs are averaged over the views of `config.test_time`.
+    """
     batch = prepare(batch, parts)
     outputs = _outputs(state, batch, parts)
     return parts.task.metrics(outputs, batch, batch["mask"])
 
 
 def predict_step(state: TrainState, batch: Batch, *, parts: Parts) -> dict[str, jax.Array]:
-    """What the task makes of the model's outputs, row by row."""
+    """What the task makes of the model's outputs, averaged as in evaluation, row by row."""
     return parts.task.predict(_outputs(state, prepare(batch, parts), parts))
 
 
-def prepare(batch: Batch, parts: Parts, key: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Pictures to [0, 1], augmentation where there is a key, then the common preprocessing."""
+def prepare(batch: Batch, parts: Parts, state: TrainState | None = None) -> dict[str, jax.Array]:
+    """Pictures to [0, 1], augmentation where there is a state that trains, then the common preprocessing."""
     batch = to_unit(batch)
-    if key is not None:
-        batch = parts.augment(key, batch)
-    return parts.preprocess(key, batch)
+    if state is None:
+        return parts.preprocess(None, batch)
+    key = state.stream("augment")
+    fixed = {"fixed": fixed_draws(state.key, batch["id"])} if "id" in batch else {}
+    batch = parts.preprocess(key, parts.augment(key, batch | fixed))
+    return {name: array for name, array in batch.items() if name not in fixed}
 
 
 def gradients(state: TrainState, batch: Batch, parts: Parts) -> tuple[Any, Any, Metrics]:
@@ -231,10 +241,14 @@ def moving_average(average: Any, latest: Any, decay: float) -> Any:
 
 def _outputs(state: TrainState, batch: Batch, parts: Parts) -> Any:
     weights = state.ema or {"params": state.params, "model_state": state.model_state}
-    outputs, _ = parts.model.apply(
-        weights["params"], weights["model_state"], parts.task.inputs(batch), key=None, train=False
-    )
-    return precision.cast(outputs, parts.policy.output)
+
+    def outputs(view: Batch) -> Any:
+        found, _ = parts.model.apply(
+            weights["params"], weights["model_state"], parts.task.inputs(view), key=None, train=False
+        )
+        return precision.cast(found, parts.policy.output)
+
+    return averaged(outputs, parts.views(batch))
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

@@ -23,9 +23,9 @@ from jaxtrain.step import Parts, Steps
 if TYPE_CHECKING:
     from jaxtrain.model import Model
 
-OF_AN_OPTIMIZER = ("optimizer", "schedule", "clip_norm", "decay_rules", "lr_rules", "frozen")
+OF_AN_OPTIMIZER = ("optimizer", "param_groups", "schedule", "clip_norm", "decay_rules", "lr_rules", "frozen")
 READERS = {  # key of the config -> the names, one of which gives a step builder what the key sets
-    **{key: ("parts",) for key in ("model", "task", "ema", "accumulate")},
+    **{key: ("parts",) for key in ("model", "task", "ema", "accumulate", "initialise", "test_time")},
     **{key: ("parts", key) for key in ("augment", "preprocess")},
     **{key: ("parts", "optimizer") for key in OF_AN_OPTIMIZER},
 }
@@ -67,7 +67,7 @@ def for_step(
     task: Any = None,
     unroll: bool = False,
 ) -> Supply:
-    """What the step of this builder asks for. Nothing is computed and no data is read.
+    """What the step of this builder asks for; `examples` are those of an epoch. Nothing is computed, no data read.
 
     Raises UserError for what does not fit together, and for a key of the config that this step would never read.
     """
@@ -77,7 +77,7 @@ def for_step(
 
     def optimizer(params: Any, values: Mapping[str, Any] | None = None) -> Optimizer:
         total = parse_duration(config.total).whole_steps(config.batch_size, examples)
-        return optim.build(config, params, total, steps_of, values)
+        return optim.build(config, params, total, steps_of, values, policy.compute)
 
     given = Supply(
         parts=None,
@@ -130,6 +130,7 @@ def _parts(config: ConfigDict, given: Supply, policy: precision.Policy, model: A
         accumulate=config.accumulate,
         unroll=unroll,
         ema=config.ema,
+        views=lookup.build(config.test_time, lookup.TEST_TIMES, lookup.TEST_TIME.word),
         halt=config.on_nonfinite != "skip",
     )
 

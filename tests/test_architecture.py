@@ -26,7 +26,7 @@ loop.advance
 loop.intake
 job
 dispatch members
-supply
+initialisers supply
 contract
 loop.profiler loop.behind loop.judge
 evaluate
@@ -40,18 +40,19 @@ reporting.panels
 reporting.parameters reporting.wording
 replicas
 step
-state tasks tasks.language_modelling tasks.multilabel tasks.regression tasks.segmentation tasks.sequence_classification
+state views tasks tasks.language_modelling tasks.multilabel tasks.regression tasks.segmentation
+tasks.sequence_classification
 tasks.classification
 tasks.calibration tasks.confusion
 model
 adapters adapters.keras adapters.linen adapters.nnx
 adapters.functional
-models models.cnn models.convnext models.decoder models.encoder models.mlp models.resnet models.rnn models.unet
-models.vit models.wideresnet
+models models.airbench models.cnn models.convnext models.decoder models.encoder models.mlp models.resnet models.rnn
+models.unet models.vit models.wideresnet
 models.transformer
 models.attention models.layers
 optim
-schedules
+muon schedules
 weights weights.families weights.hub
 weights.files weights.names
 data.feed data.resident

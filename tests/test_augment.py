@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain import train
 from jaxtrain.config import lookup
 from jaxtrain.data import augment
 from jaxtrain.errors import UserError
+from jaxtrain.step import prepare
 
 B, H, W = 16, 12, 10
 
 TABLE = {
+    "alternating_flip": augment.alternating_flip(),
     "flip": augment.flip(),
     "crop": augment.crop(padding=3),
     "crop_constant": augment.crop(padding=3, mode="constant"),
@@ -24,10 +28,12 @@ TABLE = {
     "mixup": augment.mixup(),
     "cutmix": augment.cutmix(),
     "colour_jitter": augment.colour_jitter(0.4, 0.3, 0.0),
+    "linear_jitter": augment.linear_jitter(0.2, 0.3),
     "normalise": augment.normalise((0.5,), (0.25,)),
     "chain": augment.chain([augment.flip(), augment.crop(2), augment.mixup()]),
 }
-MOVES = ("flip", "crop", "crop_constant", "cutmix")  # any dtype: pixels are only moved
+STILL = ("normalise", "alternating_flip")  # nothing is drawn from the key of the step
+MOVES = ("flip", "alternating_flip", "crop", "crop_constant", "cutmix")  # any dtype: pixels are only moved
 every = pytest.mark.parametrize("name", TABLE)
 
 
@@ -36,9 +42,10 @@ def batch_of(channels=3, dtype=np.float32, size=B, seed=0):
     image = image if dtype == np.uint8 else (image / 255).astype(dtype)
     label = np.arange(size, dtype=np.int32) % 10
     mask = np.ones((size,), bool)
-    return jax.tree.map(
-        jnp.asarray, {"image": image, "label": label, "id": np.arange(size, dtype=np.int32), "mask": mask}
-    )
+    ids = np.arange(size, dtype=np.int32)
+    fixed = augment.fixed_draws(key_of(9), jnp.asarray(ids))
+    rest = {"label": label, "id": ids, "mask": mask, "epoch": np.zeros(size, np.int32), "fixed": fixed}
+    return jax.tree.map(jnp.asarray, {"image": image} | rest)
 
 
 def key_of(number=0):
@@ -95,7 +102,7 @@ def test_another_key_another_picture_the_same_key_the_same(name):
     batch, run = batch_of(), jax.jit(TABLE[name])
     first, again, other = run(key_of(1), batch), run(key_of(1), batch), run(key_of(2), batch)
     same(first, again)
-    assert bool((first["image"] != other["image"]).any()) == (name != "normalise")
+    assert bool((first["image"] != other["image"]).any()) == (name not in STILL)
 
 
 @every
@@ -161,6 +168,67 @@ def test_a_flip_flips_and_only_some():
     assert (flipped ^ kept).all() and 16 <= flipped.sum() <= 48
     same(augment.flip(1.0)(key_of(), batch)["image"], image[:, :, ::-1])
     same(augment.flip(0.0)(key_of(), batch)["image"], image)
+
+
+def test_an_alternating_flip_shows_each_picture_both_ways_in_any_two_epochs():
+    """Which way comes first is of the run: its root key and the example tell, not the step, nor the row."""
+    batch, flip = batch_of(size=64), jax.jit(augment.alternating_flip())
+    image = np.asarray(batch["image"])
+
+    def flipped(epoch, step=0, rows=slice(None)):
+        given = {name: array[rows] for name, array in batch.items()} | {"epoch": jnp.full(64, epoch, jnp.int32)}
+        out = np.asarray(flip(key_of(step), given)["image"])
+        mirrored = (out == image[rows][:, :, ::-1]).all(axis=(1, 2, 3))
+        assert (mirrored ^ (out == image[rows]).all(axis=(1, 2, 3))).all()
+        return mirrored
+
+    first = flipped(0)
+    assert 16 <= first.sum() <= 48
+    for epoch, step in ((0, 5), (1, 6), (2, 7), (7, 8)):
+        same(flipped(epoch, step), first ^ bool(epoch % 2))
+    same(flipped(0, 1, np.arange(64)[::-1]), first[::-1])
+    other = augment.fixed_draws(key_of(10), batch["id"])
+    assert bool((other != batch["fixed"]).any()) and len(np.unique(batch["fixed"])) == 64
+
+
+def test_the_step_gives_each_example_its_fixed_draw():
+    """A run of its own key draws others; the batch that the task sees has no `fixed`."""
+    job = train.build(tiny.config(augment=(dict(name="alternating_flip"),)), data=tiny.data())
+    ready = jax.jit(lambda state, batch: prepare(batch, job.parts, state))
+    with job.batches(0, 12) as feed:
+        batches = [jax.device_get(batch) for batch in feed]
+    seen = {}
+    for batch in batches:
+        out = ready(job.initial(), batch)
+        assert out.keys() == batch.keys()
+        plain = np.asarray(augment.to_unit(batch)["image"])
+        mirrored = (np.asarray(out["image"]) != plain).any(axis=(1, 2, 3))
+        for number, epoch, was in zip(batch["id"], batch["epoch"], mirrored, strict=True):
+            seen.setdefault(int(number), set()).add(bool(was) ^ bool(epoch % 2))
+    assert len(seen) == 64 and all(len(found) == 1 for found in seen.values())
+    assert 16 <= sum(found == {True} for found in seen.values()) <= 48
+
+
+@pytest.mark.parametrize(("brightness", "contrast"), [(0.2, 0.0), (0.0, 0.4), (0.2, 0.4)])
+def test_a_linear_jitter_shifts_then_stretches_about_the_centre(brightness, contrast):
+    """What a shift and a factor do to normalised pictures, done before."""
+    batch, mean = batch_of(size=64), np.array([0.1, 0.2, 0.3], np.float32)
+    out = augment.linear_jitter(brightness, contrast, tuple(map(float, mean)))(key_of(), batch)["image"]
+    before, after = np.asarray(batch["image"]) - mean, np.asarray(out) - mean
+    factor = np.ptp(after, axis=(1, 2, 3)) / np.ptp(before, axis=(1, 2, 3)) if not brightness else None
+    lines = [np.polyfit(b.ravel(), a.ravel(), 1) for b, a in zip(before, after, strict=True)]
+    slope, offset = np.array(lines).T
+    np.testing.assert_allclose(after, slope[:, None, None, None] * before + offset[:, None, None, None], atol=1e-5)
+    assert factor is None or np.allclose(factor, slope, rtol=1e-4)
+    assert np.abs(slope - 1).max() <= contrast + 1e-5 and np.abs(offset / slope).max() <= brightness + 1e-5
+    assert np.ptp(slope) >= 1.5 * contrast - 1e-5 and np.ptp(offset / slope) >= 1.5 * brightness - 1e-5
+
+
+def test_alternating_wants_to_know_example_and_epoch():
+    for name in ("fixed", "epoch"):
+        batch = {key: value for key, value in batch_of().items() if key != name}
+        with pytest.raises(UserError, match=f"'{name}'.*fixed_draws"):
+            augment.alternating_flip()(key_of(), batch)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -381,6 +449,9 @@ def test_augmentation_varies_over_the_epochs_and_a_rerun_is_identical():
         (augment.mixup, dict(alpha=0.0), "alpha=0.0"),
         (augment.cutmix, dict(alpha=-1), "alpha=-1"),
         (augment.colour_jitter, dict(contrast=-0.2), "contrast=-0.2"),
+        (augment.linear_jitter, dict(brightness=-0.1), "brightness=-0.1"),
+        (augment.linear_jitter, dict(contrast=float("nan")), "contrast=nan"),
+        (augment.linear_jitter, dict(centre=()), r"centre=\(\)"),
         (augment.normalise, dict(mean=(0.5,), std=(0.0,)), r"std=\(0.0,\)"),
         (augment.normalise, dict(mean=(0.5,), std=(1.0, -1.0, 1.0)), "std="),
         (augment.normalise, dict(mean=0.5, std=(1.0,)), "mean=0.5"),
@@ -400,6 +471,7 @@ def test_bad_options_are_refused_when_built(build, options, words):
         (augment.cutout(11), 3, "size=11.*12x10"),
         (augment.colour_jitter(0.1, 0.1, 0.1), 1, "saturation=0.1.*3 channels.*found 1"),
         (augment.normalise((0.1, 0.2, 0.3), (1.0,)), 1, "mean has 3 numbers.*1 channels"),
+        (augment.linear_jitter(centre=(0.1, 0.2)), 3, "linear_jitter: centre has 2 numbers.*3 channels"),
         (augment.normalise((0.1,), (1.0, 1.0)), 3, "std has 2 numbers.*3 channels"),
         (augment.chain([augment.mixup(), augment.cutmix()]), 3, "cutmix.*mixed already"),
     ],
@@ -427,7 +499,9 @@ def test_mixing_wants_labels(build):
         build()(key_of(), {"image": batch_of()["image"]})
 
 
-@pytest.mark.parametrize("one", [augment.flip(), augment.crop(3)], ids=["flip", "crop"])
+@pytest.mark.parametrize(
+    "one", [augment.flip(), augment.crop(3), augment.alternating_flip()], ids=["flip", "crop", "alternating"]
+)
 def test_a_map_of_labels_moves_with_the_picture(one):
     batch = batch_of(channels=1, dtype=np.uint8)
     batch["label"] = batch["image"][..., 0].astype(jnp.int32)

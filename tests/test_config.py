@@ -24,6 +24,10 @@ OTHER = {
     "batch_size": 64,
     "data": dict(name="digits", validation=0.3),
     "synthetic": "if_absent",
+    "drop_remainder": True,
+    "initialise": (dict(name="dirac", paths="convs"),),
+    "test_time": "mirror",
+    "param_groups": (dict(name="sgd", learning_rate=0.1, paths="bias", schedule="linear", until="2ep"),),
     "augment": (dict(name="flip", p=0.25), "cutout"),
     "preprocess": (dict(name="normalise", mean=(0.5,), std=(0.25,)),),
     "task": dict(name="classification", label_smoothing=0.1),
@@ -74,6 +78,9 @@ OTHER = {
     "tensorboard": False,
     "terminal": "plain",
 }
+
+
+GROUP = dict(name="sgd", learning_rate=0.1, paths="bias")
 
 
 class Net:
@@ -307,6 +314,15 @@ def test_hasattr_works_on_a_config():
         ("evals", dict(x=dict(every="1")), ["config.evals.x.every is '1'"]),
         ("evals", dict(x=dict(source="trian")), ["unknown data set 'trian'"]),
         ("evals", dict(x=dict(task="classify")), ["unknown task"]),
+        ("evals", dict(x=dict(test_time="miror")), ["'miror'", "'mirror'"]),
+        ("evals", dict(x=dict(fn=f"{ME}:Net", test_time="mirror")), ["both"]),
+        ("test_time", dict(name="mirror_and_shift", shft=1), ["'shft'", "config.test_time"]),
+        ("initialise", (dict(name="dirac"),), ["dirac", "config.initialise[0].paths"]),
+        ("param_groups", (dict(name="sgd", paths="a"),), ["config.param_groups[0].learning_rate"]),
+        ("param_groups", (GROUP | dict(until="2"),), ["config.param_groups[0].until is '2'"]),
+        ("param_groups", (GROUP | dict(schedule="lienar"),), ["'lienar'", "'linear'"]),
+        ("param_groups", (GROUP | dict(schedule=dict(name="linear", fnal=0.1)),), ["'fnal'", "param_groups[0]"]),
+        ("param_groups", (GROUP | dict(paths=3),), ["config.param_groups[0].paths is 3"]),
         ("evals", dict(x=dict(fn="nowhere")), ["unknown evaluation function"]),
         ("evals", dict(x=dict(fn=f"{ME}:Net", task="classification")), ["both"]),
     ],

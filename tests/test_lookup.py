@@ -22,6 +22,9 @@ KINDS = [
     lookup.SCHEDULE,
     lookup.STEP,
     lookup.OPTIMIZER,
+    lookup.PARAM_GROUP,
+    lookup.INITIALISER,
+    lookup.TEST_TIME,
 ]
 A_NUMBER = 3
 
@@ -144,7 +147,8 @@ def test_the_signature_is_the_schema(builder, supplied, expected):
         ("adamw", {"b1": 0.9, "weight_decay": 1e-4, "nesterov": False}, {"mask"}),
         ("sgd", {"momentum": None, "weight_decay": 0.0}, set()),
         ("lars", {"trust_coefficient": 0.001}, {"weight_decay_mask", "trust_ratio_mask"}),
-        ("muon", {"ns_steps": 5, "beta": 0.95}, {"muon_weight_dimension_numbers", "adam_learning_rate"}),
+        ("muon", {"ns_steps": 5, "momentum": 0.95}, {"dtype"}),
+        ("optax.contrib:muon", {"ns_steps": 5, "beta": 0.95}, {"muon_weight_dimension_numbers", "adam_learning_rate"}),
         ("prodigy", {"learning_rate": 1.0}, set()),
         (f"{ME}:own_optimizer", {"momentum": 0.9, "weight_decay": 0.0}, {"rate", "mask"}),
     ],

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtrain import flops, precision
 from jaxtrain.errors import UserError
 from jaxtrain.model import build_model
+from jaxtrain.models.airbench import AirBench
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.convnext import ConvNeXt
 from jaxtrain.models.layers import ConvNorm, StochasticDepth, depth_rates, normalisation
@@ -39,6 +40,10 @@ class Row(NamedTuple):
 VIT = dict(name="vit", patch=4, width=8, depth=2, heads=2)
 
 ZOO = {
+    "airbench": Row(dict(name="airbench", widths=(8, 8)), (10, 9, 3), slow=False),
+    "airbench, residual": Row(
+        dict(name="airbench", widths=(8, 8), depth=3, residual=True, activation="silu", patch=1), (9, 8, 1)
+    ),
     "mlp": Row(dict(name="mlp", hidden=(16, 16), dropout=0.5), (8, 8, 1), slow=False, draws=True),
     "cnn": Row(dict(name="cnn", width=8), (8, 8, 1), slow=False),
     "cnn, dropout": Row(
@@ -175,7 +180,7 @@ def test_dropout_masks(name):
     assert (np.abs(first - outputs(jax.random.key(1))) > 1e-3).any()
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet 18"])
+@pytest.mark.parametrize("name", ["airbench", "cnn", "resnet 18"])
 def test_batch_statistics_are_global(name):
     params, model_state, x = made(name)
     x = x + np.arange(BATCH, dtype=np.float32).reshape(BATCH, 1, 1, 1)  # each device sees another mean
@@ -230,6 +235,8 @@ PUBLISHED = [
     pytest.param(dict(name="resnet", depth=44), *CIFAR, 0.66e6, None, marks=SLOW),
     pytest.param(dict(name="resnet", depth=56), *CIFAR, 0.85e6, None, marks=SLOW),
     pytest.param(dict(name="resnet", depth=110), *CIFAR, 1.7e6, None, marks=SLOW),
+    # Four convolutions of 256 × 256 channels and what is before: "2M parameters"; the 96 % network is said to have 10M.
+    (dict(name="airbench"), *CIFAR, 1_971_640, None),
     (dict(name="wideresnet", depth=28, widen=10), *CIFAR, 36_479_194, None),
     (dict(name="vit", size="Ti", scan=True), *IMAGENET, 5_717_416, 1.3),
     (dict(name="vit", size="S", scan=True), *IMAGENET, 22_050_664, 4.6),
@@ -292,6 +299,11 @@ def test_normalisation_computes_in_float32(norm):
         (CNN, dict(depth=9), (8, 8, 1), ["depth=9", "8×8", "1 to 4"]),
         (CNN, dict(norm="bacth"), (8, 8, 1), ["bacth", "batch"]),
         (CNN, {}, (8, 8), ["cnn", "(8, 8)"]),
+        (AirBench, dict(depth=0), (32, 32, 3), ["depth=0"]),
+        (AirBench, dict(residual=True), (32, 32, 3), ["depth=2", "residual 3"]),
+        (AirBench, dict(activation="relu"), (32, 32, 3), ["relu", "gelu"]),
+        (AirBench, dict(widths=()), (32, 32, 3), ["widths=()"]),
+        (AirBench, {}, (8, 8, 3), ["8×8", "fewer widths"]),
         (ResNet, dict(depth=19), (8, 8, 3), ["19", "18, 20"]),
         (ResNet, {}, (192,), ["resnet", "(192,)"]),
         (ResNet, dict(stochastic_depth=1.0), (8, 8, 3), ["stochastic_depth", "1.0"]),

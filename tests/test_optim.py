@@ -29,6 +29,7 @@ def config(name="sgd", learning_rate=0.1, **changes):
         "decay_rules": (),
         "lr_rules": (),
         "frozen": (),
+        "param_groups": (),
     }
     options = {key: changes.pop(key) for key in list(changes) if key not in keys}
     optimizer = {"name": name, "learning_rate": learning_rate, **options}
@@ -72,6 +73,10 @@ def avals(tree):
 
 def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def group(paths, name="sgd", learning_rate=0.1, **options):
+    return {"name": name, "paths": paths, "learning_rate": learning_rate, **options}
 
 
 # Every optimizer
@@ -155,7 +160,7 @@ def decayed(params):
         ),
         ("lion", {"weight_decay": 0.1}, lambda rate: optax.lion(rate, weight_decay=0.1, mask=decayed)),
         ("lamb", {"weight_decay": 0.1}, lambda rate: optax.lamb(rate, weight_decay=0.1, mask=decayed)),
-        ("muon", {"ns_steps": 3}, lambda rate: optax.contrib.muon(rate, ns_steps=3)),
+        ("optax.contrib:muon", {"ns_steps": 3}, lambda rate: optax.contrib.muon(rate, ns_steps=3)),
     ],
 )
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
@@ -357,7 +362,19 @@ def test_frozen_parameters_have_no_state():
         ({"name": "adamW"}, ["adamW", "Did you mean 'adamw'"]),
         ({"name": "adamw", "mask": True}, ["mask"]),
         ({"name": "muon", "adam_learning_rate": 0.1}, ["adam_learning_rate"]),
-        ({"name": "muon", "ns_coeffs": "cubic"}, ["muon", "cubic"]),
+        ({"name": "muon", "ns_steps": 0}, ["muon", "ns_steps"]),
+        ({"name": "optax.contrib:muon", "ns_coeffs": "cubic"}, ["muon", "cubic"]),
+        ({"param_groups": (group("hed"),)}, ["param_groups[0].paths", "'hed'", "conv/kernel"]),
+        ({"param_groups": (group("("),)}, ["param_groups[0].paths", "regular expression"]),
+        ({"param_groups": (group("conv"), group("conv/bias"))}, ["param_groups[1].paths", "before it leave"]),
+        ({"param_groups": (group("conv", learning_rate=-1.0),)}, ["param_groups[0].learning_rate", "-1"]),
+        ({"param_groups": (group("conv", name="sdg"),)}, ["sdg", "Did you mean 'sgd'"]),
+        ({"param_groups": (group("conv", momentun=0.9),)}, ["momentun", "param_groups[0]"]),
+        ({"param_groups": ({"name": "sgd", "learning_rate": 0.1},)}, ["param_groups[0].paths"]),
+        ({"param_groups": (group("conv", since="3ep", until="20st"),)}, ["step 30", "step 20", "param_groups[0]"]),
+        ({"param_groups": (group("conv", until="soon"),)}, ["'soon'", "duration"]),
+        ({"param_groups": (group("conv", schedule="linaer"),)}, ["linaer", "linear"]),
+        ({"param_groups": (group("conv", name="prodigy", weight_decay=0.1),)}, ["param_groups[0].weight_decay"]),
         ({"name": "prodigy", "weight_decay": 0.1}, ["prodigy", "weight_decay"]),
     ],
 )
@@ -367,6 +384,102 @@ def test_mistakes_are_one_line(changes, words):
     text = str(caught.value)
     assert "\n" not in text
     assert [word for word in words if word not in text] == []
+
+
+# Groups of parameters
+
+
+def trained(optimizer, params, steps, state=None):
+    """(params, state) after updates with the gradients of `loss` at these steps."""
+    state = optimizer.init(params) if state is None else state
+    update = jax.jit(optimizer.update)
+    for step in steps:
+        step = jnp.int32(step)
+        params, state, _ = update(jax.grad(loss)(params), state, params, optimizer.schedule(step), step)
+    return params, state
+
+
+@pytest.mark.parametrize("decay_rules", [(), (("bias", 0.5), ("attention", 2.0))])
+def test_each_group_is_trained_as_alone(decay_rules):
+    """The first group that matches counts; rates, decays and schedules are each its own."""
+    params = make_params()
+    groups = (
+        group("bias$", "sgd", 0.3, momentum=0.9, nesterov=True, weight_decay=0.1, schedule="linear"),
+        group("conv", "muon", 0.05, ns_steps=3),
+        group("attention/kernel", "adamw", 0.02, weight_decay=0.2, schedule={"name": "cosine", "final": 0.1}),
+    )
+    together = build(params, "lion", 0.01, param_groups=groups, decay_rules=decay_rules)
+    found, state = trained(together, params, range(6))
+    assert isinstance(state, tuple) and len(state) == 4
+
+    def alone(part, path, **changes):
+        options = {key: value for key, value in part.items() if key not in ("paths", "schedule")}
+        schedule = part.get("schedule", "constant")
+        schedule = {"name": schedule} if isinstance(schedule, str) else schedule
+        optimizer = build(params, **options, schedule=schedule, decay_rules=decay_rules)
+        new = trained(optimizer, params, range(6))[0]
+        for key in path.split("/"):
+            new = new[key]
+        return new
+
+    whole = {"name": "lion", "learning_rate": 0.01}
+    parts = {"conv/kernel": groups[1], "conv/bias": groups[0], "norm/scale": whole, "attention/bias": groups[0]}
+    for path, part in (parts | {"attention/kernel": groups[2]}).items():
+        first, last = path.split("/")
+        assert_close(found[first][last], alone(part, path), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("since", "until"), [("", "2ep"), ("1ep", ""), ("5st", "3ep")])
+def test_a_group_is_trained_in_its_part_of_the_run_alone_with_a_schedule_over_it(since, until):
+    """Bit by bit as it was before and after, its optimizer's state too; an epoch is ten steps here."""
+    params = make_params()
+    options = {"schedule": "linear", "momentum": 0.9} | {"since": since, "until": until}
+    options = {key: value for key, value in options.items() if value}
+    optimizer = build(
+        params, "sgd", 0.05, param_groups=(group("norm|bias", learning_rate=0.2, **options),), clip_norm=9.0
+    )
+    first = {"": 0, "1ep": 10, "5st": 5}[since]
+    last = {"": TOTAL, "2ep": 20, "3ep": 30}[until]
+    state, before = optimizer.init(params), params
+    own = {"scale": (np.ones(8, np.float64), np.zeros(8))}
+    update = jax.jit(optimizer.update)
+    for step in range(TOTAL):
+        grads = jax.grad(loss)(params)
+        new, new_state, norm = update(grads, state, params, optimizer.schedule(step), jnp.int32(step))
+        active = first <= step < last
+        assert_same(new["norm"], params["norm"]) if not active else None
+        assert tiny_same(new_state[1], state[1]) != active
+        assert not tiny_same(new["conv"]["kernel"], params["conv"]["kernel"])
+        counted = jax.tree.leaves(grads) if active else kernels(grads)
+        np.testing.assert_allclose(norm, optax.tree.norm(counted), rtol=1e-5)
+        if active:
+            p, m = own["scale"]
+            m = 0.9 * m + (p - 0.5) * min(1, 9.0 / float(norm))
+            own["scale"] = p - 0.2 * (1 - (step - first) / (last - first)) * m, m
+        params, state = new, new_state
+    np.testing.assert_allclose(params["norm"]["scale"], own["scale"][0], rtol=1e-4)
+    assert not tiny_same(params["norm"], before["norm"])
+
+
+def tiny_same(a, b):
+    return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_groups_and_frozen_parameters_go_together():
+    params = make_params()
+    groups = (group("conv", "adam"), group("norm", until="1ep"))
+    optimizer = build(params, "adam", param_groups=groups, frozen=("conv/kernel", "norm"))
+    new, state = trained(optimizer, params, range(3))
+    assert_same((new["conv"]["kernel"], new["norm"]), (params["conv"]["kernel"], params["norm"]))
+    assert not tiny_same(new["conv"]["bias"], params["conv"]["bias"])
+    assert params["conv"]["kernel"].shape not in [leaf.shape for leaf in jax.tree.leaves(state)]
+
+
+def test_groups_need_the_step_and_say_so():
+    params = make_params()
+    optimizer = build(params, param_groups=(group("conv"),))
+    with pytest.raises(UserError, match=r"state\.step"):
+        optimizer.update(params, optimizer.init(params), params, jnp.float32(0.1))
 
 
 # Types

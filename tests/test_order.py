@@ -129,13 +129,34 @@ def test_the_shuffled_plan_is_ids_of_the_step():
 
 
 @pytest.mark.parametrize("seeds", ((4,), (4, 5, 9)))
-def test_a_plan_inside_a_program_is_the_plan_outside(seeds):
-    plan = order.Shuffled(seeds, 16, 37)
+@pytest.mark.parametrize("epoch_size", (None, 32))
+def test_a_plan_inside_a_program_is_the_plan_outside(seeds, epoch_size):
+    plan = order.Shuffled(seeds, 16, 37, epoch_size)
     traced = jax.jit(plan.traced)
     for step in (0, 1, 2, 512, 10**9):
         for inside, outside in zip(traced(jnp.int32(step)), plan(step), strict=True):
             assert inside.dtype == outside.dtype == np.int32
             assert np.array_equal(inside, outside)
+
+
+@pytest.mark.parametrize("batch_size, size", ((16, 37), (8, 64), (10, 10), (7, 50)))
+def test_whole_batches_alone_leave_out_others_in_each_epoch(batch_size, size):
+    kept = order.examples_in_epoch(size, batch_size, True)
+    assert kept == size - size % batch_size and order.examples_in_epoch(size, batch_size, False) == size
+    plan = order.Shuffled((3,), batch_size, size, kept)
+    left_out = set()
+    for epoch in range(20):
+        pairs = [plan(epoch * (kept // batch_size) + step) for step in range(kept // batch_size)]
+        ids, epochs = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        assert set(epochs) == {epoch} and len(set(ids)) == kept and set(ids) <= set(range(size))
+        assert np.array_equal(ids, order.permute(3, epoch, np.arange(kept), size))
+        left_out |= set(range(size)) - set(ids)
+    assert bool(left_out) == (kept < size) and (kept == size or len(left_out) > size - kept)
+
+
+def test_a_batch_larger_than_the_set_leaves_no_epoch():
+    with pytest.raises(UserError, match=r"drop_remainder.*64.*37"):
+        order.examples_in_epoch(37, 64, True)
 
 
 def test_each_seed_of_a_plan_has_its_rows():

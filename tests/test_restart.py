@@ -30,6 +30,18 @@ def test_a_longer_total_tells_the_learning_rate_before_and_after(schedule, told,
     assert ("continued, not reproduced" in warnings(tmp_path)) == bool(told)
 
 
+def test_the_rate_of_a_group_counts_too(tmp_path):
+    group = dict(name="sgd", learning_rate=0.1, paths="bias", schedule="linear")
+    shape = dict(param_groups=(group,), checkpoint=dict(every="5st", minutes=0.0))
+    train.run(tiny.config(total="10st", **shape), tmp_path, data=tiny.data())
+    train.run(tiny.config(total="20st", **shape), tmp_path, data=tiny.data())
+    assert "the learning rate at step 10 was 0 and is 0.05 now: continued, not reproduced" in warnings(tmp_path)
+    ended = [dict(group, until="5st")]
+    train.run(tiny.config(total="10st", param_groups=ended), tmp_path / "b", data=tiny.data())
+    train.run(tiny.config(total="20st", param_groups=ended), tmp_path / "b", data=tiny.data())
+    assert "not reproduced" not in warnings(tmp_path / "b")
+
+
 def test_another_total_of_the_same_length_changes_nothing(tmp_path):
     train.run(tiny.config(total="12st", schedule=dict(name="linear")), tmp_path, data=tiny.data())
     train.run(tiny.config(total="3ep", schedule=dict(name="linear")), tmp_path, data=tiny.data())

@@ -149,7 +149,7 @@ def test_augmentation_is_drawn_anew_each_epoch_and_evaluation_has_none():
         state, pictures = job.initial(), []
         with job.batches(0, 4) as feed:
             for batch in feed:
-                ready = jax.jit(lambda s, b: prepare(b, job.parts, s.stream("augment")))(state, batch)
+                ready = jax.jit(lambda s, b: prepare(b, job.parts, s))(state, batch)
                 for number, picture in zip(np.asarray(batch["id"]), np.asarray(ready["image"]), strict=True):
                     seen.setdefault(int(number), set()).add(picture.tobytes())
                     pictures.append(picture)

@@ -151,6 +151,9 @@ def checked(config: ConfigDict) -> Config:
         elif about.part is not None:
             result[key] = lookup.checked(value, about.part, f"config.{key}")
     _check_moments(result)
+    result.param_groups = tuple(
+        _param_group(f"config.param_groups[{place}]", each) for place, each in enumerate(result.param_groups)
+    )
     if result.batch_size % result.accumulate:
         raise UserError(
             f"config.accumulate is {result.accumulate}; it must divide config.batch_size, {result.batch_size}"
@@ -284,18 +287,30 @@ def _check_moments(config: Config) -> None:
                 )
 
 
+def _param_group(where: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group, checked as a part, with its schedule and its part of the run checked too."""
+    for key in ("since", "until"):
+        if not INTERVAL.holds(group[key]):
+            raise UserError(f"{where}.{key} is {group[key]!r}, expected {INTERVAL.expected}")
+    schedule = group["schedule"]
+    return dict(group) | ({"schedule": lookup.checked(schedule, lookup.SCHEDULE, where)} if schedule else {})
+
+
 def _evaluation(name: str, given: Any) -> dict[str, Any]:
     """One entry of `config.evals`, checked."""
     where = f"config.evals.{name}"
     if not isinstance(given, (Mapping, ConfigDict)):
         raise UserError(f"{where} is {given!r}, expected dict(source=…, task=… or fn=…, every=…)")
     value = lookup.conformed(given, lookup.options(_evaluation_options), f"evaluation {name!r}", where)
-    if "fn" in value and "task" in value:
-        raise UserError(f"{where} has both a task and a fn; take one")
+    for other in ("task", "test_time"):
+        if "fn" in value and other in value:
+            raise UserError(f"{where} has both a {other} and a fn; take one")
     if "fn" in value:
         lookup.resolve(value["fn"], lookup.EVALUATIONS, "evaluation function")
     if "task" in value:
         value["task"] = lookup.checked(value["task"], lookup.TASK, f"{where}.task")
+    if "test_time" in value:
+        value["test_time"] = lookup.checked(value["test_time"], lookup.TEST_TIME, f"{where}.test_time")
     if value.get("source", "train") not in ROLES:
         value["source"] = lookup.checked(value["source"], lookup.DATASET, f"{where}.source")
     if not INTERVAL.holds(value.get("every", "")):
@@ -303,7 +318,9 @@ def _evaluation(name: str, given: Any) -> dict[str, Any]:
     return value
 
 
-def _evaluation_options(source: dict | str = "", task: dict | str = "", fn: str = "", every: str = "") -> None:
+def _evaluation_options(
+    source: dict | str = "", task: dict | str = "", test_time: dict | str = "", fn: str = "", every: str = ""
+) -> None:
     """The signature is the schema of an evaluation."""
 
 

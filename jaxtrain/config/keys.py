@@ -110,6 +110,9 @@ KEYS = {
         "random data of the same shapes: never, always, or where the real set is absent",
         Literal["no", "yes", "if_absent"],
     ),
+    "drop_remainder": Key(
+        False, "run", "whether an epoch leaves out the examples that fill no whole batch, others in each epoch"
+    ),
     "augment": Key((), "run", "augmentations of training batches, in order", PARTS, part=lookup.AUGMENTATION),
     "preprocess": Key((), "run", "the same for every batch, after them", PARTS, part=lookup.AUGMENTATION),
     "task": Key(dict(name="classification"), "run", "losses and metrics", PART, part=lookup.TASK),
@@ -122,6 +125,13 @@ KEYS = {
     "init_positions": Key(
         "same", "run", "of a ViT: from there, or resampled to this size of pictures", Literal["same", "resample"]
     ),
+    "initialise": Key(
+        (),
+        "run",
+        "parameters to set at step 0, dict(name=…, paths=path regex), in order",
+        PARTS,
+        part=lookup.INITIALISER,
+    ),
     # Optimisation
     "optimizer": Key(
         dict(name="adamw", learning_rate=1e-3),
@@ -129,6 +139,14 @@ KEYS = {
         "optax optimizer with its options; learning_rate and weight_decay (decoupled) with any",
         PART,
         part=lookup.OPTIMIZER,
+    ),
+    "param_groups": Key(
+        (),
+        "run",
+        "other optimizers by path: dict(name=…, learning_rate=…, paths=path regex), with schedule=…, since='1ep', "
+        "until='3ep' if need be",
+        PARTS,
+        part=lookup.PARAM_GROUP,
     ),
     "schedule": Key(
         dict(name="cosine"), "run", "of the learning rate; warmup='2ep' with any", PART, part=lookup.SCHEDULE
@@ -210,10 +228,17 @@ KEYS = {
     # View
     "report_every": Key("50st", "view", "between two lines of metrics", rule=DURATION),
     "eval_every": Key("1ep", "view", "between two evaluations on validation; '': never", rule=INTERVAL),
+    "test_time": Key(
+        dict(name="none"),
+        "view",
+        "views of a picture over which evaluation and prediction average the outputs",
+        PART,
+        part=lookup.TEST_TIME,
+    ),
     "evals": Key(
         {},
         "view",
-        "more evaluations: name -> dict(source=split or data set, task=… or fn='pkg.mod:f', every=…)",
+        "more evaluations: name -> dict(source=split or data set, task=…, test_time=… or fn='pkg.mod:f', every=…)",
         dict,
     ),
     "test": Key(

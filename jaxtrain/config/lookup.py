@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ml_collections import ConfigDict
@@ -24,6 +25,7 @@ Options = dict[str, inspect.Parameter]
 EMPTY = inspect.Parameter.empty
 
 MODELS = {
+    "airbench": "jaxtrain.models.airbench:AirBench",
     "cnn": "jaxtrain.models.cnn:CNN",
     "convnext": "jaxtrain.models.convnext:ConvNeXt",
     "encoder": "jaxtrain.models.encoder:Encoder",
@@ -56,11 +58,13 @@ DATASETS = {
 }
 EVALUATIONS = {"sample": "jaxtrain.sample:report"}
 AUGMENTATIONS = {
+    "alternating_flip": "jaxtrain.data.augment:alternating_flip",
     "colour_jitter": "jaxtrain.data.augment:colour_jitter",
     "crop": "jaxtrain.data.augment:crop",
     "cutmix": "jaxtrain.data.augment:cutmix",
     "cutout": "jaxtrain.data.augment:cutout",
     "flip": "jaxtrain.data.augment:flip",
+    "linear_jitter": "jaxtrain.data.augment:linear_jitter",
     "mixup": "jaxtrain.data.augment:mixup",
     "normalise": "jaxtrain.data.augment:normalise",
 }
@@ -73,6 +77,16 @@ SCHEDULES = {
     "step": "jaxtrain.schedules:step",
 }
 STEPS = {"supervised": "jaxtrain.step:supervised"}
+INITIALISERS = {
+    "dirac": "jaxtrain.initialisers:dirac",
+    "unit_std": "jaxtrain.initialisers:unit_std",
+    "whitening": "jaxtrain.initialisers:whitening",
+}
+TEST_TIMES = {
+    "mirror": "jaxtrain.views:mirror",
+    "mirror_and_shift": "jaxtrain.views:mirror_and_shift",
+    "none": "jaxtrain.views:none",
+}
 
 # Every optimizer of optax that is a function of (gradients, state, parameters) alone and follows the learning
 # rate it is given. Left out: line searches and Polyak steps, which want the loss (lbfgs, momo, sophia); those
@@ -102,7 +116,7 @@ OPTIMIZERS = {
     "lars": "optax:lars",
     "lion": "optax:lion",
     "madgrad": "optax.contrib:madgrad",
-    "muon": "optax.contrib:muon",
+    "muon": "jaxtrain.muon:muon",
     "nadam": "optax:nadam",
     "nadamw": "optax:nadamw",
     "novograd": "optax:novograd",
@@ -137,14 +151,23 @@ DATASET = Kind("data set", DATASETS, own={"resident": (Literal["auto", "yes", "n
 AUGMENTATION = Kind("augmentation", AUGMENTATIONS)
 SCHEDULE = Kind("schedule", SCHEDULES, ("total_steps", "steps_of"))
 STEP = Kind("step", STEPS, ("parts", "spec", "num_classes", "augment", "preprocess", "optimizer", "dtype"))
+INITIALISER = Kind("initialiser", INITIALISERS, own={"paths": (str, EMPTY)})
+TEST_TIME = Kind("test-time augmentation", TEST_TIMES)
 OPTIMIZER = Kind(
     "optimizer",
     OPTIMIZERS,
     # Masks come from config.decay_rules; a second rate or decay beside the scheduled ones would escape the
     # schedule.
-    ("mask", "weight_decay_mask", "trust_ratio_mask", "weight_decay_rate", "adam_learning_rate"),
+    ("mask", "weight_decay_mask", "trust_ratio_mask", "weight_decay_rate", "adam_learning_rate", "dtype"),
     own={"learning_rate": (float, EMPTY), "weight_decay": (float, 0.0)},
 )
+OF_A_GROUP: dict[str, tuple[Any, Any]] = {
+    "paths": (str, EMPTY),
+    "schedule": (dict | str, ""),
+    "since": (str, ""),
+    "until": (str, ""),
+}
+PARAM_GROUP = dataclasses.replace(OPTIMIZER, own={**OPTIMIZER.own, **OF_A_GROUP})
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -294,6 +317,18 @@ def build_of(kind: Kind, part: Part, **supplied: Any) -> Any:
     name, given = split(part)
     own = {key for key in kind.own if key not in parameters(resolve(name, kind.table, kind.word))}
     return build({"name": name} | {k: v for k, v in given.items() if k not in own}, kind.table, kind.word, **supplied)
+
+
+def matching(key: str, pattern: str, paths: Sequence[str]) -> list[str]:
+    """Those of the parameters' paths in which a regular expression is found; UserError where it is none, or in none."""
+    try:
+        matched = [path for path in paths if re.search(pattern, path)]
+    except re.error as error:
+        raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+    if not matched:
+        some = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
+        raise UserError(f"{key}: {pattern!r} matches no parameter. There are {some}")
+    return matched
 
 
 def described(error: BaseException) -> str:

@@ -4,7 +4,8 @@ Each builder below checks its options once and returns such a function. A batch 
 augmentation reads `image` [B, H, W, C] and, to mix pictures, `label` int32 [B]; where `label` is a map [B, H, W],
 a class for each pixel, it moves with the picture. Every other entry passes untouched. All randomness is drawn
 for the whole global batch from one threefry key, a draw per example, so that what happens to an example depends
-on the key and its row and not on how many devices hold the batch.
+on the key and its row and not on how many devices hold the batch. What is drawn once for an example and kept for the
+whole run comes from `fixed`, uint32 [B], which the train step adds to the batch (see `fixed_draws`).
 Evaluation has no key (None): what draws refuses to run there. Nothing is jitted here: the train step is.
 
 Pictures are floating, in [0, 1] (see `to_unit`), where an augmentation does arithmetic on them; flip, crop
@@ -58,6 +59,14 @@ def chain(augments: Sequence[Augment]) -> Augment:
     return augment
 
 
+def fixed_draws(key: jax.Array, ids: jax.Array) -> jax.Array:
+    """Random bits uint32 [B] of each example (ids int32 [B]) that stay the same in a run, whose root key `key` is.
+
+    The train step puts them into the batch as `fixed`; a step of a user's own does the same where an augmentation asks.
+    """
+    return jax.vmap(lambda each: jax.random.bits(jax.random.fold_in(key, each), (), jnp.uint32))(ids)
+
+
 def flip(p: float = 0.5) -> Augment:
     """Mirror left and right with probability `p`."""
     _expect(_within(p, 0, 1), "flip", "p", p, "a number from 0 to 1")
@@ -65,11 +74,32 @@ def flip(p: float = 0.5) -> Augment:
     def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
         image = _image("flip", batch)
         (draw,) = _draws("flip", key, 1, image)
+        return _mirrored(batch, draw < p)
 
-        def mirrored(picture: jax.Array) -> jax.Array:
-            return jnp.where((draw < p).reshape(-1, *[1] * (picture.ndim - 1)), picture[:, :, ::-1], picture)
+    return augment
 
-        return {**batch, **{name: mirrored(batch[name]) for name in _moving(batch)}}
+
+def alternating_flip() -> Augment:
+    """Mirror left and right one half of the pictures in even epochs, and the other half in odd ones.
+
+    Which half a picture is in is drawn once for the whole run: any two epochs in a row show it both ways.
+    Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024.
+    """
+
+    def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
+        if key is None:
+            raise UserError(
+                "alternating_flip: was called without a key, not in training: move it from preprocess to augment"
+            )
+        _image("alternating_flip", batch)
+        lacking = [name for name in ("fixed", "epoch") if name not in batch]
+        if lacking:
+            raise UserError(
+                f"alternating_flip: needs batch[{lacking[0]!r}], found {sorted(batch)}: a step of your own adds "
+                "'fixed' with jaxtrain.data.augment.fixed_draws(state.key, batch['id']); 'epoch' is in training batches"
+            )
+        parity = batch["fixed"] ^ batch["epoch"].astype(jnp.uint32)
+        return _mirrored(batch, (parity & jnp.uint32(1)).astype(bool))
 
     return augment
 
@@ -206,16 +236,36 @@ def colour_jitter(brightness: float = 0.2, contrast: float = 0.2, saturation: fl
     return augment
 
 
+def linear_jitter(brightness: float = 0.0, contrast: float = 0.0, centre: tuple[float, ...] = (0.5,)) -> Augment:
+    """centre + factor · (image + shift - centre), not clipped: one shift and one factor per example.
+
+    The shift is drawn from [-brightness, brightness], the factor from [1 - contrast, 1 + contrast]. `centre` is one
+    number for all channels or one a channel: given the mean of the data set, this is what a shift and a factor do to
+    normalised pictures.
+    """
+    for name, strength in (("brightness", brightness), ("contrast", contrast)):
+        _expect(_within(strength, 0), "linear_jitter", name, strength, "a number, 0 or more")
+    _expect(_are_numbers(centre), "linear_jitter", "centre", centre, "a tuple of finite numbers, like (0.5,)")
+
+    def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
+        image = _floating_image("linear_jitter", batch)
+        draws = (2 * _draws("linear_jitter", key, 2, image) - 1).astype(image.dtype)
+        middle = jnp.asarray(_channels("linear_jitter", "centre", centre, image))
+        shifted = image + _per_example(draws[0] * brightness) - middle
+        return {**batch, "image": middle + _per_example(1 + draws[1] * contrast) * shifted}
+
+    return augment
+
+
 def normalise(mean: tuple[float, ...], std: tuple[float, ...]) -> Augment:
     """(image - mean) / std, with one number for all channels or one a channel; draws nothing."""
     for name, values in (("mean", mean), ("std", std)):
-        numbers = isinstance(values, list | tuple) and len(values) > 0 and all(_within(v) for v in values)
-        _expect(numbers, "normalise", name, values, "a tuple of finite numbers, like (0.5,)")
+        _expect(_are_numbers(values), "normalise", name, values, "a tuple of finite numbers, like (0.5,)")
     _expect(all(value > 0 for value in std), "normalise", "std", std, "numbers above 0")
 
     def augment(key: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
         image = _floating_image("normalise", batch)
-        centre, spread = (_channels(name, v, image) for name, v in (("mean", mean), ("std", std)))
+        centre, spread = (_channels("normalise", name, v, image) for name, v in (("mean", mean), ("std", std)))
         return {**batch, "image": (image - centre) / spread}
 
     return augment
@@ -300,11 +350,11 @@ def _neutral(name: str, image: jax.Array) -> jax.Array:
     return red + green + blue  # [B, H, W, 1]
 
 
-def _channels(name: str, values: Sequence[float], image: jax.Array) -> np.ndarray:
+def _channels(part: str, name: str, values: Sequence[float], image: jax.Array) -> np.ndarray:
     """One number or one a channel as [1, 1, 1, 1 or C] in the picture's dtype."""
     if len(values) not in (1, image.shape[-1]):
         raise UserError(
-            f"normalise: {name} has {len(values)} numbers and the picture {image.shape[-1]} channels: "
+            f"{part}: {name} has {len(values)} numbers and the picture {image.shape[-1]} channels: "
             f"give 1 or {image.shape[-1]}"
         )
     return np.asarray(values, image.dtype).reshape(1, 1, 1, -1)
@@ -313,6 +363,15 @@ def _channels(name: str, values: Sequence[float], image: jax.Array) -> np.ndarra
 def _moving(batch: Batch) -> list[str]:
     """The arrays of a batch that move as the picture does."""
     return ["image", *(["label"] if "label" in batch and batch["label"].ndim == 3 else [])]
+
+
+def _mirrored(batch: Batch, which: jax.Array) -> dict[str, jax.Array]:
+    """The batch with left and right of its pictures swapped where `which`, bool [B], is true."""
+
+    def one(picture: jax.Array) -> jax.Array:
+        return jnp.where(which.reshape(-1, *[1] * (picture.ndim - 1)), picture[:, :, ::-1], picture)
+
+    return {**batch, **{name: one(batch[name]) for name in _moving(batch)}}
 
 
 def _per_example(values: jax.Array) -> jax.Array:
@@ -342,6 +401,10 @@ def _expect(ok: bool, part: str, name: str, value: Any, expected: str) -> None:
 def _within(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value) and low <= value <= high
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list | tuple) and len(values) > 0 and all(_within(value) for value in values)
 
 
 def _is_int(value: Any, low: int) -> bool:

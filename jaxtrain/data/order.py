@@ -3,7 +3,8 @@
 Example number n of a run is `n = step * batch_size + i`; its epoch is `n // size`; its id is the image of
 `n % size` under a permutation keyed by (seed, epoch). So the position in the data is a function of the step:
 nothing is stored, a seek costs nothing, batches straddle epochs, and neither devices, hosts nor threads can
-change the order.
+change the order. Where the rest of an epoch that fills no batch is dropped, an epoch has fewer numbers than examples:
+those whose place in its order comes last are left out.
 """
 
 import dataclasses
@@ -27,21 +28,41 @@ ROUNDS = 10  # four already give a random-looking order; small domains like more
 BLOCK = 8192  # examples planned at once: numpy's cost a call is then spread over many small batches
 
 
-def ids(seed: Any, step: Any, batch_size: int, size: int, xp: Any = np) -> tuple[Any, Any]:
+def ids(
+    seed: Any, step: Any, batch_size: int, size: int, xp: Any = np, *, epoch_size: int | None = None
+) -> tuple[Any, Any]:
     """The examples of global batch `step`: (ids in 0..size-1, their epochs), both int32 [batch_size].
+
+    An epoch is of `epoch_size` examples, 1 to `size`; None: of all.
 
     With `xp=numpy`, step is any integer; with `xp=jax.numpy` it may be a traced int32, and the result is the
     same: step * batch_size may exceed 32 bits in both. The number of epochs must stay below 2**31.
     """
     _refuse(size)
+    span = size if epoch_size is None else epoch_size
     if xp is np:
-        epoch, first = divmod(int(step) * batch_size, size)
+        epoch, first = divmod(int(step) * batch_size, span)
         epoch %= 2**32
     else:
-        epoch, first = _divide_product(xp.asarray(step, dtype=xp.uint32), batch_size, size, xp)
+        epoch, first = _divide_product(xp.asarray(step, dtype=xp.uint32), batch_size, span, xp)
     position = xp.arange(batch_size, dtype=xp.uint32) + xp.asarray(first, dtype=xp.uint32)  # [B], below 2**32
-    epochs = position // np.uint32(size) + xp.asarray(epoch, dtype=xp.uint32)  # [B]
-    return permute(seed, epochs, position % np.uint32(size), size, xp), epochs.astype(xp.int32)
+    epochs = position // np.uint32(span) + xp.asarray(epoch, dtype=xp.uint32)  # [B]
+    return permute(seed, epochs, position % np.uint32(span), size, xp), epochs.astype(xp.int32)
+
+
+def examples_in_epoch(size: int, batch_size: int, drop_remainder: bool) -> int:
+    """How many of `size` examples an epoch holds: all, or as many as fill whole batches.
+
+    Raises UserError where those are none.
+    """
+    if not drop_remainder:
+        return size
+    if batch_size > size:
+        raise UserError(
+            f"config.drop_remainder leaves nothing: config.batch_size is {batch_size} and there are {size} training "
+            "examples; take a smaller batch"
+        )
+    return size // batch_size * batch_size
 
 
 def permute(seed: Any, epoch: Any, positions: Any, size: int, xp: Any = np) -> Any:
@@ -75,6 +96,7 @@ class Shuffled:
     seeds: tuple[int, ...]
     batch_size: int
     size: int
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
         _refuse(self.size)
@@ -89,9 +111,12 @@ class Shuffled:
 
     def traced(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, epochs), int32 [seeds * batch_size], of a traced step (int32 [])."""
-        found = [ids(np.uint32(seed), step, self.batch_size, self.size, jnp) for seed in self.seeds]
+        found = [self._of(np.uint32(seed), step, self.batch_size, jnp) for seed in self.seeds]
         example_ids, epochs = zip(*found, strict=True)
         return jnp.concatenate(example_ids), jnp.concatenate(epochs)
+
+    def _of(self, seed: Any, step: Any, batch_size: int, xp: Any) -> tuple[Any, Any]:
+        return ids(seed, step, batch_size, self.size, xp, epoch_size=self.epoch_size)
 
     @functools.cached_property
     def _steps(self) -> int:
@@ -103,7 +128,7 @@ class Shuffled:
         @functools.lru_cache(maxsize=4)  # readers ahead of the consumer may be in the next block
         def block(number: int) -> tuple[np.ndarray, np.ndarray]:
             # So many batches are one batch that is so many times as large.
-            found = [ids(seed, number, self._steps * self.batch_size, self.size) for seed in self.seeds]
+            found = [self._of(seed, number, self._steps * self.batch_size, np) for seed in self.seeds]
             example_ids, epochs = zip(*found, strict=True)
             return self._side_by_side(example_ids), self._side_by_side(epochs)
 

@@ -62,7 +62,7 @@ def _flags(parts: Parts, state: Any, batch: Mapping[str, jax.Array]) -> tuple[li
     """For each stage whether its arrays are finite, and whether the loss of each row is (bool [B], or [])."""
 
     def flags(state: Any, batch: Any) -> tuple[list[Any], jax.Array]:
-        prepared = prepare(batch, parts, state.stream("augment"))
+        prepared = prepare(batch, parts, state)
         mask = prepared.get("mask", jnp.ones(batch["id"].shape, bool))
         losses, outputs = _forward(parts, state, dict(prepared, mask=mask))
         grads = gradients(state, prepared, parts)[0]

@@ -70,6 +70,7 @@ def _share(value: Any, whole: int, steps_of: Callable[[str], float]) -> float | 
 
 
 def _examples(config: ConfigDict) -> int:
-    from jaxtrain.job import dataset_of  # imports JAX
+    from jaxtrain.data.order import examples_in_epoch  # these import JAX
+    from jaxtrain.job import dataset_of
 
-    return len(dataset_of(config).open()["train"])
+    return examples_in_epoch(len(dataset_of(config).open()["train"]), config.batch_size, config.drop_remainder)

@@ -47,15 +47,16 @@ def another_length(job: Job, old: Record | None, step: int) -> str:
     if not {"parts", "optimizer"} & set(contract.asked_for(job.builder, NAMES)):
         return ""
     steps = [parse_duration(text) for text in (old.config.total, job.config.total)]
-    lengths = [each.whole_steps(job.config.batch_size, len(job.sources["train"])) for each in steps]
+    lengths = [each.whole_steps(job.config.batch_size, job.examples_in_epoch) for each in steps]
     points = np.unique(np.linspace(step, max(step, min(lengths) - 1), SAMPLES).astype(np.int32))
-    before, after = (np.asarray(optim.rate_schedule(job.config, length, job.steps_in)(points)) for length in lengths)
-    if np.array_equal(before, after):
-        return ""
-    return (
-        f"total {old.config.total} → {job.config.total}: the learning rate at step {step} was {before[0]:.4g} and is "
-        f"{after[0]:.4g} now: continued, not reproduced"
-    )
+    rates = (optim.all_rates(job.config, length, job.steps_in) for length in lengths)
+    for before, after in zip(*([np.asarray(rate(points)) for rate in each] for each in rates), strict=True):
+        if not np.array_equal(before, after):
+            return (
+                f"total {old.config.total} → {job.config.total}: the learning rate at step {step} was {before[0]:.4g} "
+                f"and is {after[0]:.4g} now: continued, not reproduced"
+            )
+    return ""
 
 
 def record(job: Job, config: ConfigDict, folder: Path, objects: Mapping[str, Any]) -> tuple[str, ...]:
