@@ -53,7 +53,13 @@ def steps(given: Supply, builder: Any) -> Steps:
         built = lookup.build(builder, lookup.STEPS, "step", **vars(given))
     else:
         built = builder(**{name: getattr(given, name) for name in contract.asked_for(builder, NAMES)})
-    return contract.checked_steps(built, contract.label(builder))
+    made = contract.checked_steps(built, contract.label(builder))
+    return Steps(*map(_traced_once, (made.init, made.train, made.evaluate, made.predict)))
+
+
+def _traced_once(function: Any) -> Any:
+    """The same function, which is part of several programs, and is traced for the first of them only."""
+    return function and jax.jit(function, inline=True)
 
 
 def for_step(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -18,7 +19,7 @@ import tiny
 
 from jaxtrain import exits, train
 from jaxtrain.data import sources
-from jaxtrain.loop import watchdog
+from jaxtrain.loop import loop, watchdog
 from jaxtrain.loop.watchdog import Watchdog
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -126,6 +127,20 @@ class Net(nets.Dropout):
         return super().__call__(x)
 
 
+def compiled_late(original, job):
+    """A program of the step that takes its time to be compiled; so does that of evaluation, which is traced later."""
+    advance, first = original(job), [True]
+    STALL[0] = "compilation"
+
+    def advanced(*arguments):
+        if first:
+            first.clear()
+            stall("compilation")
+        return advance(*arguments)
+
+    return advanced
+
+
 class Stalling(sources.ArraySource):
     def __init__(self, role, arrays):
         super().__init__(arrays)
@@ -167,6 +182,9 @@ def test_a_run_that_makes_no_progress_ends(place, hangs, tmp_path, monkeypatch):
     monkeypatch.setattr(exits, "leave", leave)
     GO_ON.clear()
     STALL[:] = place, 20.0 if hangs else 2 * limit
+    if place == "compilation":
+        STALL[0] = ""  # what is traced before the run begins is not watched
+        monkeypatch.setattr(loop, "plain_advance", functools.partial(compiled_late, loop.plain_advance))
     found = tiny.data()
     roles = {role: Stalling(role, source.get(np.arange(len(source)))) for role, source in found.open().items()}
     config = tiny.config(
