@@ -299,8 +299,9 @@ class Loop:
         step = self.checkpoints.latest(anchor=True)
         if step is None:
             raise StorageError(f"{fault}{found}; no good checkpoint to go back to") from None
+        last = int(self.state.offset) + fault.step  # a fault before this one may have left out batches already
         self.state, self.sums = restore(self.job, self.checkpoints, step)
-        first, last = (int(self.state.offset) + each for each in (step, fault.step))
+        first = int(self.state.offset) + step
         self.state = dataclasses.replace(
             self.state, offset=jax.device_put(np.int32(last - step), self.job.abstract.offset.sharding)
         )
