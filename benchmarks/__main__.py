@@ -11,7 +11,19 @@ import jax
 from benchmarks import results
 from benchmarks.table import render
 
-NAMES = ("loop", "dispatch", "startup", "data", "checkpoint", "models", "compiling", "replicas")
+NAMES = (
+    "loop",
+    "dispatch",
+    "frameworks",
+    "memory",
+    "startup",
+    "data",
+    "streaming",
+    "checkpoint",
+    "models",
+    "compiling",
+    "replicas",
+)
 
 
 def main() -> int:

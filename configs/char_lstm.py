@@ -2,10 +2,10 @@
 
     python -m jaxtrain.main --config=configs/char_lstm.py
 
-Hardware: 2 cores of an AMD EPYC, no accelerator
-Time: not measured yet; the length is meant for 8 minutes or less
-Accuracy: not measured yet; validation loss in nats a character, of which nanoGPT's 10 M parameters reach 1.47 on a GPU
-Runs: 0
+Hardware: 2 cores of an AMD EPYC, no accelerator, of which other work took seven eighths
+Time: 43:23 beside that work, 11 minutes of which on a processor
+Accuracy: validation loss 1.664 nats a character, test 1.725 (nanoGPT's 10 M parameters: 1.47 on validation, on a GPU)
+Runs: 1, JAX 0.10.2, seed 0
 
 Other text: `--config.data.dataset= --config.data.files='corpus/*.txt'`. Afterwards:
 `python -m jaxtrain.sample --workdir=… --prompt='ROMEO:'`. Variant, not measured: `:cell=gru`.

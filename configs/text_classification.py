@@ -2,11 +2,13 @@
 
     python -m jaxtrain.main --config=configs/text_classification.py
 
-Hardware: 2 cores of an AMD EPYC, no accelerator
-Time: not measured yet; the length is meant for 8 minutes or less
-Accuracy: not measured yet
-Runs: 0
+Hardware: 2 cores of an AMD EPYC, no accelerator, of which other work took seven eighths
+Time: 16:06 beside that work, 4 minutes of which on a processor
+Accuracy: test 21.56 %, validation 23.95 %
+Runs: 1, JAX 0.10.2, seed 0
 
+1,334 speeches are too few for a network that has to learn the words from their bytes: always naming the one who says
+most has 16.77 % of the same test tenth, a logistic regression on TF-IDF of the words 55.09 %.
 A CSV: `--config.data=csv --config.data.file=reviews.csv --config.data.length=256`, with columns text and label.
 The test tenth is fixed and stratified. Variant, not measured: `:model=rnn_classifier`.
 """

@@ -64,6 +64,10 @@ def test_smoke_without_the_data_is_synthetic_and_says_so(name, tmp_path, monkeyp
     assert all(line["synthetic"] for line in lines)
 
 
+# Made for larger machines, or for weights and data that a user brings; and two whose runs are to be made.
+UNMEASURED = {"imagenet.py", "gpt2_124m.py", "finetune.py", "resnet.py", "vit.py"}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_header_gives_command_hardware_time_accuracy_and_runs(name):
     spec = importlib.util.spec_from_file_location(name[:-3], ROOT / "configs" / name)
@@ -72,7 +76,11 @@ def test_the_header_gives_command_hardware_time_accuracy_and_runs(name):
     header = module.__doc__
     assert f"python -m jaxtrain.main --config=configs/{name}" in header
     for word in ("Hardware", "Time", "Accuracy", "Runs"):
-        assert re.search(rf"^{word}: (.*\d|not measured yet$)", header, re.MULTILINE), word
+        (told,) = re.findall(rf"^{word}: (.*)$", header, re.MULTILINE)
+        if name in UNMEASURED:
+            assert "not measured" in told or told.startswith("0 "), word
+        else:
+            assert "not measured" not in told and re.search(r"[1-9]", told), word
 
 
 @pytest.mark.slow

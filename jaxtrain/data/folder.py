@@ -123,9 +123,10 @@ def cropped(encoded: bytes, size: int, random: np.random.Generator | None = None
     from PIL import Image, ImageOps
 
     with opened(encoded) as picture:
-        upright = ImageOps.exif_transpose(picture)  # cameras say in a tag how they were held
-        box = _centre(*upright.size) if random is None else _random(*upright.size, random, smallest)
-        part = converted(upright, 3).resize((size, size), Image.Resampling.BILINEAR, box=box)
+        ImageOps.exif_transpose(picture, in_place=True)  # cameras say in a tag how they were held
+        width, height = picture.size
+        box = _centre(width, height) if random is None else _random(width, height, random, smallest)
+        part = converted(picture, 3).resize((size, size), Image.Resampling.BILINEAR, box=box)
     return np.asarray(part)
 
 

@@ -1,0 +1,155 @@
+"""Steps a second of a network so small that a step is nothing but overhead, in several people's training loops.
+
+Ours is a whole run: order, feed, metrics, reports. Against Keras' `fit` on JAX, the loop of NNX's tutorials and
+PyTorch's usual one. Where Keras or PyTorch is not installed, a line says so instead.
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.table import Row
+from benchmarks.turns import interleaved, ratio
+from jaxtrain import train
+from jaxtrain.config import base_config
+from jaxtrain.data import sources
+
+ROUNDS, STEPS = 5, 2000
+INPUTS, HIDDEN, CLASSES, BATCH = 64, 128, 10, 64
+RATE = 1e-3
+AIMS = {"Keras fit on JAX": 3.0, "a loop of nnx.jit": 8.0, "PyTorch eager": 4.0}
+Run = Callable[[int], None]  # trains so many steps, from where it was or anew
+
+
+def measure(rounds: int = ROUNDS, steps: int = STEPS) -> Iterator[Row]:
+    """An MLP of 64, 128 and 10 with AdamW, 64 examples a step. Start-up and compilation are cancelled out."""
+    runs: dict[str, Run] = {"ours": our_run(), "a loop of nnx.jit": nnx_run()}
+    for name, library, make in (("Keras fit on JAX", "keras", keras_run), ("PyTorch eager", "torch", torch_run)):
+        if importlib.util.find_spec(library):
+            runs[name] = make()
+        else:
+            print(f"tiny MLP ÷ {name}: skipped, {library} is not installed", file=sys.stderr)
+    seconds = interleaved({name: partial(_step_seconds, run, steps) for name, run in runs.items()}, rounds)
+    for name, aim in AIMS.items():
+        if name in seconds:
+            detail = f"{1 / median(seconds['ours']):,.0f}/s ÷ {1 / median(seconds[name]):,.0f}/s"
+            yield Row(f"tiny MLP: steps/s ÷ {name}", ratio(seconds[name], seconds["ours"]), aim, detail, at_least=True)
+
+
+def _step_seconds(run: Run, steps: int) -> float:
+    """Of `steps` more of them: the longer run less the shorter one."""
+    spent = []
+    for number in (10, 10 + steps):
+        began = time.perf_counter()
+        run(number)
+        spent.append(time.perf_counter() - began)
+    return (spent[1] - spent[0]) / steps
+
+
+def _examples(batches: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    size = batches * BATCH
+    return rng.standard_normal((size, INPUTS), np.float32), (np.arange(size) % CLASSES).astype(np.int32)
+
+
+def our_run() -> Run:
+    """train.run, without a workdir."""
+    config = base_config()
+    config.model = dict(name="mlp", hidden=(HIDDEN,))
+    config.optimizer = dict(name="adamw", learning_rate=RATE)
+    config.schedule = dict(name="constant")
+    config.batch_size, config.devices = BATCH, 1
+    config.eval_every, config.test, config.terminal = "", "no", "quiet"
+    inputs, labels = _examples()
+    data = sources.from_arrays(inputs.reshape(-1, 8, 8, 1), labels, validation=0, test=0)
+
+    def run(steps: int) -> None:
+        config.total = f"{steps}st"
+        train.run(config, data=data)
+
+    return run
+
+
+def nnx_run() -> Run:
+    """As flax.readthedocs.io has it."""
+
+    class MLP(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first, self.second = nnx.Linear(INPUTS, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.second(nnx.relu(self.first(x)))
+
+    def loss(model: MLP, inputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model(inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    @nnx.jit
+    def step(model: MLP, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, inputs: Any, labels: Any) -> None:
+        (value, logits), grads = nnx.value_and_grad(loss, has_aux=True)(model, inputs, labels)
+        metrics.update(loss=value, logits=logits, labels=labels)
+        optimizer.update(model, grads)
+
+    model = MLP(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(RATE), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    inputs, labels = _examples()
+
+    def run(steps: int) -> None:
+        for number in range(steps):
+            rows = slice(number % 8 * BATCH, (number % 8 + 1) * BATCH)
+            step(model, optimizer, metrics, inputs[rows], labels[rows])
+        metrics.compute()
+        metrics.reset()
+
+    return run
+
+
+def keras_run() -> Run:
+    """One step a dispatch, as `fit` does unless it is told otherwise."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    model = keras.Sequential(
+        [keras.Input((INPUTS,)), keras.layers.Dense(HIDDEN, activation="relu"), keras.layers.Dense(CLASSES)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.AdamW(RATE), loss=loss, metrics=["accuracy"])
+
+    def run(steps: int) -> None:
+        model.fit(*_examples(steps), batch_size=BATCH, verbose=0)
+
+    return run
+
+
+def torch_run() -> Run:
+    """The usual loop, with a count of hits."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    inputs, labels = (torch.from_numpy(array) for array in _examples())
+    labels = labels.long()
+
+    def run(steps: int) -> None:
+        hits = torch.zeros((), dtype=torch.long)
+        for number in range(steps):
+            rows = slice(number % 8 * BATCH, (number % 8 + 1) * BATCH)
+            optimizer.zero_grad()
+            logits = model(inputs[rows])
+            nn.functional.cross_entropy(logits, labels[rows]).backward()
+            optimizer.step()
+            hits += (logits.detach().argmax(1) == labels[rows]).sum()
+
+    return run
