@@ -75,7 +75,7 @@ def pinned(rounds: int, steps: int) -> dict[str, list[float]]:
             began = time.perf_counter()
             with precision.scope(job.policy):
                 for _ in range(steps):
-                    state, sums = advance(state, sums, next(batches) if streamed else batch)
+                    state, sums = advance(state, sums, next(batches) if streamed else batch, 1)
             jax.block_until_ready(state)
             return (time.perf_counter() - began) / steps
 
@@ -90,6 +90,7 @@ def _config() -> Any:
     config.model = dict(name="cnn", width=16)
     config.augment = (dict(name="flip"), dict(name="crop", padding=4))
     config.batch_size, config.devices = BATCH, 1
+    config.steps_per_dispatch, config.data.resident = 1, "no"
     config.eval_every, config.test = "", "no"
     return config
 
