@@ -24,7 +24,7 @@ from jaxtrain import train
 from jaxtrain.config import base_config
 from jaxtrain.data import sources
 
-ROUNDS, STEPS = 5, 2000
+ROUNDS, STEPS = 5, 5000
 INPUTS, HIDDEN, CLASSES, BATCH = 64, 128, 10, 64
 RATE = 1e-3
 FUSED = 32  # steps a dispatch, in the last comparison
