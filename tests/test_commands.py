@@ -64,8 +64,8 @@ def test_smoke_without_the_data_is_synthetic_and_says_so(name, tmp_path, monkeyp
     assert all(line["synthetic"] for line in lines)
 
 
-# Made for larger machines, or for weights and data that a user brings; and two whose runs are to be made.
-UNMEASURED = {"imagenet.py", "gpt2_124m.py", "finetune.py", "resnet.py", "vit.py"}
+# Made for larger machines, or for weights and data that a user brings; and three whose runs are to be made.
+MAY_BE_UNMEASURED = {"imagenet.py", "gpt2_124m.py", "finetune.py", "cifar.py", "resnet.py", "vit.py"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -77,10 +77,8 @@ def test_the_header_gives_command_hardware_time_accuracy_and_runs(name):
     assert f"python -m jaxtrain.main --config=configs/{name}" in header
     for word in ("Hardware", "Time", "Accuracy", "Runs"):
         (told,) = re.findall(rf"^{word}: (.*)$", header, re.MULTILINE)
-        if name in UNMEASURED:
-            assert "not measured" in told or told.startswith("0 "), word
-        else:
-            assert "not measured" not in told and re.search(r"[1-9]", told), word
+        measured = "not measured" not in told and re.search(r"[1-9]", told)
+        assert measured or (name in MAY_BE_UNMEASURED and re.match("0 at this size|not measured yet", told)), word
 
 
 @pytest.mark.slow
