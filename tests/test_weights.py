@@ -446,7 +446,7 @@ PARITY = [
     (vit, "timm", dict(pool="mean")),
     (vit, "timm", dict(pool="map")),
     (vit, "torchvision", {}),
-    (vit, "hf", {}),
+    (vit, "hf", dict(epsilon=1e-12)),
     (gpt2, "hf", {}),
     (gpt2, "hf", dict(scan=True)),
     (llama, "hf", {}),

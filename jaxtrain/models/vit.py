@@ -22,7 +22,6 @@ Size = Literal["Ti", "S", "B", "L"]
 Pool = Literal["cls", "mean", "map"]
 Remat = Literal["none", "full", "dots"]
 SIZES = {"Ti": (192, 12, 3), "S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16)}  # width, depth, heads
-EPSILON = 1e-6
 XAVIER = nnx.initializers.xavier_uniform()
 
 # What a block keeps for its backward pass; the rest is computed again. "dots": the results of its matrix products.
@@ -35,7 +34,8 @@ class ViT(nnx.Module):
     [B, H, W, C] of any number type -> logits [B, num_classes] in `dtype`; parameters float32. `width`, `depth` and
     `heads` replace those of the size, where not 0. `pool`: "cls", a token of its own; "mean" over the patches; "map",
     a learnt query that attends to them. `registers` are learnt tokens without a place, thrown away at the end.
-    Positions are learnt; weights for another picture size: `resample_positions`.
+    Positions are learnt; weights for another picture size: `resample_positions`. `epsilon` is that of the norms: timm's
+    and torchvision's; Hugging Face has 1e-12.
 
     `dropout` acts on the embedded patches and on what each half of a block adds; `stochastic_depth` is the rate at
     which the last block is left out. `scan` keeps the parameters of all blocks as stacks [depth, ...] and compiles one
@@ -55,6 +55,7 @@ class ViT(nnx.Module):
         heads: int = 0,
         dropout: float = 0.0,
         stochastic_depth: float = 0.0,
+        epsilon: float = 1e-6,
         scan: bool = False,
         remat: Remat = "none",
         *,
@@ -78,14 +79,14 @@ class ViT(nnx.Module):
             else None
         )
         self.dropout = dropout_layer(dropout, rngs)
-        make = functools.partial(Block, width, heads, dropout, stochastic_depth > 0, dtype=dtype)
+        make = functools.partial(Block, width, heads, dropout, stochastic_depth > 0, epsilon, dtype=dtype)
         self.blocks: Any = (
             nnx.split_rngs(splits=depth)(nnx.vmap(lambda rngs: make(rngs=rngs)))(rngs)
             if scan
             else nnx.List(make(rngs=rngs) for _ in range(depth))
         )
-        self.norm = normalisation("layer", width, epsilon=EPSILON, **options)
-        self.pool = AttentionPool(width, heads, **options) if pool == "map" else None
+        self.norm = normalisation("layer", width, epsilon=epsilon, **options)
+        self.pool = AttentionPool(width, heads, epsilon, **options) if pool == "map" else None
         self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, **options)
         self.rates = tuple(depth_rates(stochastic_depth, depth))
         self.tokens, self.scan, self.remat, self.dtype = tokens, scan, remat, dtype
@@ -147,11 +148,13 @@ class ViT(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): float [B, N, width] kept."""
 
-    def __init__(self, width: int, heads: int, dropout: float, drops: bool, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, heads: int, dropout: float, drops: bool, epsilon: float, *, dtype: Any, rngs: nnx.Rngs
+    ):
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.attention_norm = normalisation("layer", width, epsilon=EPSILON, **options)
+        self.attention_norm = normalisation("layer", width, epsilon=epsilon, **options)
         self.attention = Attention(width, heads, **options)
-        self.mlp_norm = normalisation("layer", width, epsilon=EPSILON, **options)
+        self.mlp_norm = normalisation("layer", width, epsilon=epsilon, **options)
         self.mlp = MLP(width, dropout, **options)
         self.dropout = dropout_layer(dropout, rngs)
         self.depth = StochasticDepth(rngs) if drops else None
@@ -206,10 +209,10 @@ class MLP(nnx.Module):
 class AttentionPool(nnx.Module):
     """A learnt query that attends to all tokens, then an MLP: float [B, N, width] -> [B, width]. Zhai et al., 2021."""
 
-    def __init__(self, width: int, heads: int, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, epsilon: float, *, dtype: Any, rngs: nnx.Rngs):
         self.query = nnx.Param(XAVIER(rngs.params(), (1, 1, width), jnp.float32))
         self.attention = Attention(width, heads, dtype=dtype, rngs=rngs)
-        self.norm = normalisation("layer", width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        self.norm = normalisation("layer", width, epsilon=epsilon, dtype=dtype, rngs=rngs)
         self.mlp = MLP(width, dtype=dtype, rngs=rngs)
         self.dtype = dtype
 
