@@ -231,6 +231,24 @@ def test_addresses(address):
         hub.fetched(address)
 
 
+def test_the_hub_s_cache_is_enough(tmp_path, monkeypatch):
+    """Offline, with the real library: what was downloaded before is found; what was not costs one line."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    kept = tmp_path / "models--me--net" / "snapshots" / revision / "model.safetensors"
+    for path, text in ((kept, "weights"), (tmp_path / "models--me--net" / "refs" / "main", revision)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert hub.fetched("hf://me/net") == hub.fetched("hf://me/net/model.safetensors") == kept
+    with pytest.raises(
+        UserError, match="hf://me/other: model.safetensors is not in the cache.*or give a file"
+    ) as error:
+        hub.fetched("hf://me/other")
+    assert "\n" not in str(error.value)
+
+
 def config(part, **changes):
     changes = dict(total="1st", test="no", eval_every="", devices=1, batch_size=4) | changes
     return tiny.config(model=part, **changes)
