@@ -32,21 +32,24 @@ def main() -> int:
     if unknown := [name for name in names if name not in NAMES]:
         print(f"benchmarks: unknown: {', '.join(unknown)}; known: {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    print(f"{machine()}\n")
+    where = machine()
+    print(f"{where}\n")
     rows = {name: list(importlib.import_module(f"benchmarks.{name}").measure()) for name in names}
     print(render(row for found in rows.values() for row in found))
     if "--save" in given:
-        results.save({name: render(found) for name, found in rows.items()}, machine())
+        results.save({name: render(found) for name, found in rows.items()}, where)
     return 0
 
 
 def machine() -> str:
-    """The date, and what the figures were measured with."""
+    """The date, what the figures are measured with, and how busy that was before."""
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    accelerator = "no accelerator" if device.platform == "cpu" else f"{jax.device_count()} × {device.device_kind}"
+    load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
     return (
-        f"{datetime.date.today()}, {cores} cores of {_processor()}, {device.device_kind} ({device.platform}), "
-        f"Python {platform.python_version()}, JAX {jax.__version__}"
+        f"{datetime.date.today()}, {cores} cores of {_processor()}, {accelerator}, Python {platform.python_version()}, "
+        f"JAX {jax.__version__}{load}"
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEAD = """# Benchmarks
 
-The latest of each, written by `python -m benchmarks --save [NAME …]` on a machine that did nothing else. Ratios are
-medians of rounds in which both sides took turns; what each compares is in the docstring of `benchmarks/NAME.py`.
+The latest of each, written by `python -m benchmarks --save [NAME …]`, which wants an idle machine. Ratios
+are medians of rounds in which both sides took turns; what each compares is in the docstring of `benchmarks/NAME.py`.
 """
 
 
