@@ -75,7 +75,12 @@ def _optimizer(job: Job) -> str:
     """What updates the parameters; "" where a step of a user's own does not take it from the config."""
     if not {"parts", "optimizer"} & set(contract.asked_for(job.builder, NAMES)):
         return ""
-    return f"{_named(job, 'optimizer')}, schedule {_named(job, 'schedule')}"
+    groups = "".join(
+        f"; {group['name']}({group['learning_rate']:g}) for {group['paths']}"
+        + "".join(f" {key} {group[key]}" for key in ("since", "until") if group[key])
+        for group in job.config.param_groups
+    )
+    return f"{_named(job, 'optimizer')}, schedule {_named(job, 'schedule')}{groups}"
 
 
 def _replicas(job: Job) -> str:

@@ -94,6 +94,7 @@ def test_it_is_done_at_step_0_on_any_number_of_devices_and_for_averages_too():
     assert tiny.same(state.params["stages"]["0"]["0"]["norm"], other.params["stages"]["0"]["0"]["norm"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_never_comes_there(tmp_path, monkeypatch):
     data = tiny.data()
     whole = train.run(config(), tmp_path / "whole", data=data)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain import optim
+from jaxtrain import describe, optim, train
 from jaxtrain.config import lookup
 from jaxtrain.config.durations import parse_duration
 from jaxtrain.errors import UserError
@@ -399,10 +400,9 @@ def trained(optimizer, params, steps, state=None):
     return params, state
 
 
-@pytest.mark.parametrize("decay_rules", [(), (("bias", 0.5), ("attention", 2.0))])
-def test_each_group_is_trained_as_alone(decay_rules):
+def test_each_group_is_trained_as_alone():
     """The first group that matches counts; rates, decays and schedules are each its own."""
-    params = make_params()
+    params, decay_rules = make_params(), (("bias", 0.5), ("attention", 2.0))
     groups = (
         group("bias$", "sgd", 0.3, momentum=0.9, nesterov=True, weight_decay=0.1, schedule="linear"),
         group("conv", "muon", 0.05, ns_steps=3),
@@ -473,6 +473,12 @@ def test_groups_and_frozen_parameters_go_together():
     assert_same((new["conv"]["kernel"], new["norm"]), (params["conv"]["kernel"], params["norm"]))
     assert not tiny_same(new["conv"]["bias"], params["conv"]["bias"])
     assert params["conv"]["kernel"].shape not in [leaf.shape for leaf in jax.tree.leaves(state)]
+
+
+def test_the_header_tells_the_groups():
+    group = dict(name="adam", learning_rate=0.02, paths="bias", schedule="linear", until="2ep")
+    shown = describe.facts(train.build(tiny.config(param_groups=(group,)), data=tiny.data()), None)
+    assert dict(shown.rows())["optimizer"].endswith("; adam(0.02) for bias until 2ep")
 
 
 def test_groups_need_the_step_and_say_so():

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
+from jaxtrain import train
 from jaxtrain.data import order
 from jaxtrain.errors import UserError
 
@@ -128,8 +130,7 @@ def test_the_shuffled_plan_is_ids_of_the_step():
             assert np.array_equal(planned, expected)
 
 
-@pytest.mark.parametrize("seeds", ((4,), (4, 5, 9)))
-@pytest.mark.parametrize("epoch_size", (None, 32))
+@pytest.mark.parametrize(("seeds", "epoch_size"), (((4,), None), ((4, 5, 9), None), ((4, 5), 32)))
 def test_a_plan_inside_a_program_is_the_plan_outside(seeds, epoch_size):
     plan = order.Shuffled(seeds, 16, 37, epoch_size)
     traced = jax.jit(plan.traced)
@@ -152,6 +153,16 @@ def test_whole_batches_alone_leave_out_others_in_each_epoch(batch_size, size):
         assert np.array_equal(ids, order.permute(3, epoch, np.arange(kept), size))
         left_out |= set(range(size)) - set(ids)
     assert bool(left_out) == (kept < size) and (kept == size or len(left_out) > size - kept)
+
+
+def test_a_run_that_drops_the_rest_has_whole_epochs():
+    job = train.build(tiny.config(drop_remainder=True, total="3ep", eval_every="1ep"), data=tiny.data(train=50))
+    assert (job.steps_per_epoch, job.total_steps, job.steps_in("2ep")) == (3, 9, 6)
+    with job.batches(0, 9) as feed:
+        epochs = [np.asarray(batch["epoch"]) for batch in feed]
+    assert [set(each) for each in epochs] == [{step // 3} for step in range(9)]
+    result = train.run(job.config, data=tiny.data(train=50))
+    assert [line["step"] for line in result.history if "eval/accuracy" in line] == [3, 6, 9]
 
 
 def test_a_batch_larger_than_the_set_leaves_no_epoch():

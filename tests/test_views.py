@@ -83,6 +83,21 @@ def test_mistakes_say_what_to_do(call, words):
         call()
 
 
+def test_an_evaluation_may_have_other_views_and_only_of_a_step_made_of_parts():
+    data = tiny.data()
+    evals = dict(plain=dict(source="test", test_time="none"), six=dict(source="test", test_time="mirror_and_shift"))
+    job = train.build(tiny.config(test_time=dict(name="mirror"), evals=evals), data=data)
+    state = job.initial()
+    for name, builder in (("plain", "none"), ("six", "mirror_and_shift")):
+        alone = train.build(tiny.config(test_time=dict(name=builder)), data=data)
+        wanted = alone.evaluate("test", state)
+        found = job.evaluate(f"eval_{name}", state)
+        assert {key.partition("/")[2]: value for key, value in found.items()} == pytest.approx(
+            {key.partition("/")[2]: value for key, value in wanted.items()}
+        )
+    assert job.evaluate("eval_plain", state)["eval_plain/loss"] != job.evaluate("test", state)["test/loss"]
+
+
 def mirrored(views_of=views.mirror):
     """A user's own builder."""
     return views_of()
