@@ -16,6 +16,7 @@ from tiny import same
 from jaxtrain import main as entry
 from jaxtrain import predict, train
 from jaxtrain.config import checked, configfile, grid, overrides
+from jaxtrain.data.sources import ArraySource
 from jaxtrain.errors import NonFiniteError, UserError
 from jaxtrain.metrics import Last, Mean, Members, compute, merge, names
 from jaxtrain.result import load
@@ -372,3 +373,21 @@ def test_a_number_that_is_decided_by_in_python_is_refused_by_name():
         UserError, match=r"varies 'optimizer\.momentum', which step supervised with .*stubborn does not take"
     ):
         train.build(wanted, data=tiny.data())
+
+
+class Drawn(ArraySource):
+    """A VaryingSource: its examples are drawn by the seed, on the host."""
+
+    def varied(self, seed):
+        return self
+
+    def describe(self, number):
+        return str(number)
+
+
+def test_a_set_that_is_drawn_by_the_seed_serves_one_seed():
+    roles = tiny.data().open()
+    data = dataclasses.replace(tiny.data(), open=lambda: roles | {"train": Drawn(roles["train"].get(np.arange(64)))})
+    with pytest.raises(UserError, match="varies 'seed', by which data set tiny draws its examples on the host"):
+        train.build(config(2), data=data)
+    assert train.build(config((("clip_norm", (1.0, 2.0)),)), data=data).seeds == (0, 0)

@@ -95,10 +95,10 @@ def header_panel(facts: Facts, width: int) -> RenderableType:
 def summary_panel(summary: Summary, width: int) -> RenderableType:
     """How it went, how long it took, where things are. Paths stand below the panel, whole, to be copied."""
     body: list[RenderableType] = [_grid(summary.rows(), strong=("best", "test"))]
-    if table := summary.table():
-        body += [Text(), _members(table)]
     if curve := wording.sparkline(summary.losses, min(width, WIDTH) - 20):
         body.append(_grid([("train loss", curve)], strong=("train loss",)))
+    if table := summary.table():
+        body += [Text(), _members(table)]
     colour = "green" if summary.outcome.startswith("finished") else "yellow"
     title = Text(summary.outcome, style=f"bold {colour}")
     edge = "yellow" if summary.synthetic else colour
