@@ -2,8 +2,7 @@
 
 A builder returns `set(array, examples) -> array`. The array is the parameter as it was drawn, NumPy's, of kernels with
 their outputs last; `examples(n)` gives the first n training examples as the model sees them, preprocessed and not
-augmented. It is done on the host, so that the result depends on neither devices nor their number; a resumed run never
-comes here.
+augmented. It is done on the host, so that the number of devices does not matter; a resumed run never comes here.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -85,8 +85,7 @@ class Job:
         batch = source.get(np.arange(min(count, len(source))))
         kept = np.flatnonzero(batch.get("mask", np.ones(len(batch[next(iter(batch))]), bool)))  # not the damaged ones
         batch = {name: array[kept] for name, array in batch.items()}
-        cpu = jax.local_devices(backend="cpu")[0]
-        with jax.default_device(cpu):
+        with jax.default_device(self.mesh.local_devices[0]):  # one of the run's own, of several that there may be
             return jax.device_get(self.supply.preprocess(None, to_unit(jax.tree.map(jnp.asarray, batch))))
 
     @property
