@@ -1,5 +1,7 @@
 """A state that is not finite is found on the device, named later, and never becomes a checkpoint."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,12 @@ def test_the_first_leaf_is_named_after_the_state_was_donated(value, axes):
     assert caught.value.step == 8 and caught.value.exit_code == 3
     with pytest.raises(NonFiniteError, match="step 9 is not finite: opt_state/0, and 1 more arrays"):
         several()
+
+
+def test_of_several_members_the_one_is_named_and_each_may_have_infinite_scalars():
+    stacked = {"best": jnp.full(3, jnp.inf), "w": jnp.ones((3, 4)).at[1, 2].set(jnp.nan)}
+    with pytest.raises(NonFiniteError, match=r"^the state of step 5 of seed 1 is not finite: w$"):
+        refusal(types.SimpleNamespace(members=stacked), 5, ("seed 0", "seed 1", "seed 2"))()
 
 
 @pytest.mark.parametrize("value", WRONG)
