@@ -117,6 +117,10 @@ def test_the_model_is_given_what_it_may_see():
         (lambda: text.text(), ["dataset=''", "files=''"]),
         (lambda: text.text(files="*.txt", separator="x"), ["pack=True"]),
         (lambda: text.text(files="*.txt", tokenizer="nowhere.json"), ["nowhere.json"]),
+        (lambda: text.text(files="*.txt", tokenizer="words:9"), ["words:9", "no way back"]),
+        (lambda: vocabulary("words:1"), ["words:1", "from 2 on"]),
+        (lambda: vocabulary("words:many"), ["words:many"]),
+        (lambda: vocabulary("words:9").decode([1]), ["words:9", "hashes"]),
         (lambda: text.text(files="nothing-*.txt").open(), ["nothing-*.txt"]),
         (lambda: text.speakers(speakers=1), ["speakers=1"]),
         (lambda: csv.csv(file="nothing.csv"), ["nothing.csv"]),
@@ -278,6 +282,23 @@ def test_who_speaks(shared_tfds):
     behind = np.arange(64)[None] >= batch["length"][:, None]
     assert not batch["tokens"][behind].any() and (batch["tokens"][~behind] > 0).all()
     assert {role: len(source) for role, source in opened.items()} == dict(dataset.sizes)
+
+
+def test_words_are_hashed_the_same_wherever_they_stand():
+    words = vocabulary("words:50")
+    (first, sizes), (second, _), (third, _) = words.encode(["Der Bär brummt.".encode(), b"brummt der", b"\xff!"])
+    assert first.dtype == np.int32 and sizes.tolist() == [3, 4, 6, 1] and len(third) == 2
+    assert second.tolist() == [first[2], first[0]]  # whatever their case
+    many, _ = words.encode([" ".join(map(str, range(999))).encode()])[0]
+    assert set(many.tolist()) == set(range(1, 50))
+
+
+def test_a_csv_file_of_hashed_words(tmp_path):
+    (tmp_path / "reviews.csv").write_text("text,label\n" + "a good one,yes\na bad one,no\n" * 20)
+    dataset = csv.csv(file="reviews.csv", dir=str(tmp_path), tokenizer="words:4096", length=5)
+    batch = dataset.open()["train"].get(np.arange(2))
+    assert batch["tokens"].dtype == dataset.spec["tokens"].dtype == np.int32 and batch["length"].tolist() == [3, 3]
+    assert dataset.spec["tokens"].shape == (5,) and batch["tokens"].max() < 4096
 
 
 def test_a_csv_file_is_texts_and_labels(tmp_path):

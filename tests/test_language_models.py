@@ -97,8 +97,14 @@ def shape_of(name):
     return (BATCH, LENGTH, VOCABULARY) if name in CAUSAL else (BATCH, VOCABULARY)
 
 
-# Each dtype and each number of devices once: one is decided when a model is traced, the other after that.
-@pytest.mark.parametrize(("dtype", "devices"), [("float32", 8), pytest.param("bfloat16", 1, marks=SLOW)])
+# All but the first seldom tell more: a dtype is decided when a model is traced, devices after that.
+PLACES = [
+    ("float32", 8),
+    *(pytest.param(*place, marks=SLOW) for place in (("bfloat16", 1), ("float32", 1), ("bfloat16", 8))),
+]
+
+
+@pytest.mark.parametrize(("dtype", "devices"), PLACES)
 @pytest.mark.parametrize("name", TABLE)
 def test_conformance(name, dtype, devices):
     params, inputs = jax.device_put(made(name)[0], on(devices)), jax.device_put(made(name)[1], on(devices, "data"))

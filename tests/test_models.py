@@ -134,8 +134,14 @@ def steps(name, dtype):
     return jax.jit(train, compiler_options=QUICK), jax.jit(evaluate, compiler_options=QUICK)
 
 
-# Each dtype and each number of devices once: one is decided when a model is traced, the other after that.
-@pytest.mark.parametrize(("dtype", "devices"), [("float32", 8), ("bfloat16", 1)])
+# The slow half of the product seldom tells more: a dtype is decided when a model is traced, devices after that.
+PLACES = [
+    *(("float32", 8), ("bfloat16", 1)),
+    *(pytest.param(*place, marks=pytest.mark.slow) for place in (("float32", 1), ("bfloat16", 8))),
+]
+
+
+@pytest.mark.parametrize(("dtype", "devices"), PLACES)
 @pytest.mark.parametrize("name", table(ZOO))
 def test_conformance(name, dtype, devices):
     params, model_state, x = made(name)

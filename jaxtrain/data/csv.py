@@ -27,7 +27,8 @@ def csv(
 
     `file` is in `dir` where that is given, UTF-8; `text` and `label` name its columns. Classes are the labels found, in
     the order of their names. What is longer than `length` tokens is cut off; tokens are bytes, or those of `tokenizer`
-    (a tokenizer.json). Cut by class into the given shares. Raises UserError naming the line that is no such row.
+    (a tokenizer.json), or "words:8192", as many hashes of words. Cut by class into the given shares. Raises UserError
+    naming the line that is no such row.
     """
     path = pathlib.Path(dir, file).expanduser()
     texts, labels = zip(*_rows(path, text, label), strict=True)

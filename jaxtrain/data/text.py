@@ -18,7 +18,7 @@ from jaxtrain.data.indexcache import Stamp, cached, stamps
 from jaxtrain.data.records import Records
 from jaxtrain.data.sources import DataAbsent, Dataset, Source, from_arrays
 from jaxtrain.data.tfds import data_folder, open_records
-from jaxtrain.data.vocabulary import Bytes, Vocabulary, vocabulary
+from jaxtrain.data.vocabulary import Bytes, Vocabulary, Words, vocabulary
 from jaxtrain.errors import UserError
 
 
@@ -64,6 +64,8 @@ def text(
     if separator and not pack:
         raise UserError(f"data text: separator={separator!r} tells texts apart for pack=True; set it too")
     words = vocabulary(tokenizer)
+    if isinstance(words, Words):
+        raise UserError(f"data text: tokenizer={tokenizer!r} has no way back to text; take a tokenizer.json, or bytes")
     if pack and words.end < 0:
         raise UserError(f"data text: pack=True needs a token that ends a text, and {tokenizer} has none")
     of_bytes = isinstance(words, Bytes)
@@ -104,31 +106,33 @@ def speakers(
     dir: str = "",
     speakers: int = 8,
     length: int = 256,
+    tokenizer: str = "",
     validation: float = 0.1,
     test: float = 0.1,
     feature: str = "text",
     version: str = "",
 ) -> Dataset:
-    """Who speaks, of the `speakers` who say most: {"tokens": uint8 [length], "length": int32 [], "label": int32 []}.
+    """Who speaks, of the `speakers` who say most: {"tokens": [length], "length": int32 [], "label": int32 []}.
 
     A play is paragraphs, each a line "NAME:" and what that one says; the name is left out, and a long speech is cut
-    into pieces. All splits of the set are taken together and cut by class: plays follow each other in it, and nobody
-    speaks in two of them. Raises UserError for a text in which nobody speaks.
+    into pieces. Tokens are bytes (uint8), or int32: those of `tokenizer` (a tokenizer.json), or "words:8192", as many
+    hashes of words. All splits of the set are taken together and cut by class: plays follow each other in it, and
+    nobody speaks in two of them. Raises UserError for a text in which nobody speaks.
     """
     if speakers < 2 or length < 1:
         raise UserError(f"data speakers: speakers={speakers}, length={length}; expected 2 and 1 or more")
-    corpus = _of_tfds(dataset, dir, feature, version)
+    corpus, words = _of_tfds(dataset, dir, feature, version), vocabulary(tokenizer)
 
     def opened() -> Dataset:
         # Joined as they are: the splits of tiny_shakespeare are cuts of one text.
         whole = b"".join(piece for texts in corpus.open().values() for piece in texts.read())
-        names, label, pieces = _speeches(whole, speakers, length)
+        names, label, pieces = _speeches(whole, speakers, length, words)
         arrays = padded(pieces, length) | {"label": label}
         return from_arrays(arrays, validation=validation, test=test, class_names=names, name="speakers")
 
     there = opened() if corpus.present() else None  # a megabyte: read at once, for the names
     spec = {
-        "tokens": jax.ShapeDtypeStruct((length,), np.uint8),
+        "tokens": jax.ShapeDtypeStruct((length,), np.int32 if tokenizer else np.uint8),
         "length": jax.ShapeDtypeStruct((), np.int32),
         "label": jax.ShapeDtypeStruct((), np.int32),
     }
@@ -239,8 +243,10 @@ def _bytes(documents: Sequence[np.ndarray], end: int | None) -> np.ndarray:
     return np.concatenate([each for document in documents for each in (document, last)])
 
 
-def _speeches(play: bytes, speakers: int, length: int) -> tuple[tuple[str, ...], np.ndarray, list[np.ndarray]]:
-    """Names, the one who says most first; whose (int32 [N]) each piece (uint8, up to `length`) is."""
+def _speeches(
+    play: bytes, speakers: int, length: int, words: Vocabulary
+) -> tuple[tuple[str, ...], np.ndarray, list[np.ndarray]]:
+    """Names, the one who says most first; whose (int32 [N]) each piece (up to `length` tokens) is."""
     spoken: dict[str, list[bytes]] = collections.defaultdict(list)
     for paragraph in play.split(b"\n\n"):
         name, colon, speech = paragraph.strip().partition(b":\n")
@@ -254,7 +260,7 @@ def _speeches(play: bytes, speakers: int, length: int) -> tuple[tuple[str, ...],
     names = sorted(spoken, key=lambda name: (-sum(map(len, spoken[name])), name))[:speakers]
     found: list[tuple[int, Any]] = []
     for label, who in enumerate(names):
-        for speech in spoken[who]:
-            found += [(label, speech[start : start + length]) for start in range(0, len(speech), length)]
+        for tokens, _ in words.encode(spoken[who]):
+            found += [(label, tokens[start : start + length]) for start in range(0, len(tokens), length)]
     label_of = np.array([label for label, _ in found], np.int32)
-    return tuple(names), label_of, [np.frombuffer(piece, np.uint8) for _, piece in found]
+    return tuple(names), label_of, [piece for _, piece in found]

@@ -1,6 +1,8 @@
-"""Text to numbers and back: bytes as they are, or a tokenizer made with Hugging Face's `tokenizers`."""
+"""Text to numbers: bytes as they are, hashed words, or a tokenizer made with Hugging Face's `tokenizers`."""
 
 import pathlib
+import re
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -8,6 +10,8 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 
+WORDS = "words:"  # and how many numbers there are
+_WORD = re.compile(r"\w+|[^\w\s]")  # or a mark
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")  # what tokenizers call the end of a text
 
 
@@ -39,6 +43,33 @@ class Bytes:
         return bytes(tokens).decode("utf-8", "replace")
 
 
+class Words:
+    """Words and marks by their hash, 1 to size - 1, whatever their case: Weinberger et al., "Feature Hashing", 2009.
+
+    Nothing is learnt or kept, so that the same word has the same number in every text; there is no way back.
+    """
+
+    end = -1
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def encode(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """int32 and uint8. What is no UTF-8 is taken for U+FFFD."""
+        found = [_WORD.findall(text.decode("utf-8", "replace")) for text in texts]
+        return [(self._numbers(words), _sizes(words)) for words in found]
+
+    def _numbers(self, words: Sequence[str]) -> np.ndarray:
+        return np.array([1 + zlib.crc32(word.lower().encode()) % (self.size - 1) for word in words], np.int32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        raise UserError(f"tokens of '{WORDS}{self.size}' are hashes of words, which cannot be turned back into text")
+
+
+def _sizes(words: Sequence[str]) -> np.ndarray:
+    return np.array([min(255, len(word.encode())) for word in words], np.uint8)
+
+
 class Subwords:
     """A `tokenizer.json`. Raises UserError where it, or the package that reads it, is missing."""
 
@@ -68,7 +99,12 @@ class Subwords:
 
 
 def vocabulary(tokenizer: str = "") -> Vocabulary:
-    """Of the file `tokenizer`; the bytes where that is ""."""
+    """Of the file `tokenizer`; hashed words where that is "words:8192" or so; the bytes where it is ""."""
+    if tokenizer.startswith(WORDS):
+        size = tokenizer.removeprefix(WORDS)
+        if not size.isdecimal() or int(size) < 2:
+            raise UserError(f"config.data.tokenizer is {tokenizer!r}, expected '{WORDS}' and a number from 2 on")
+        return Words(int(size))
     return Subwords(tokenizer) if tokenizer else Bytes()
 
 
