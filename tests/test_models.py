@@ -16,7 +16,7 @@ from jaxtrain.model import build_model
 from jaxtrain.models.airbench import AirBench
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.convnext import ConvNeXt
-from jaxtrain.models.layers import ConvNorm, StochasticDepth, depth_rates, normalisation
+from jaxtrain.models.layers import ConvNorm, StochasticDepth, depth_rates, max_pool, normalisation
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.resnet import ResNet
 from jaxtrain.models.unet import UNet
@@ -468,3 +468,18 @@ OPERATORS = {
 def test_multiply_adds(name):
     function, shapes, wanted = OPERATORS[name]
     assert flops.multiply_adds(function, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)) == wanted
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 5), (2, 3)])
+def test_the_largest_of_four_pixels_is_that_of_a_reduced_window(size):
+    """Values and gradients, odd sizes too; where pixels are equal the gradient is shared and none is lost."""
+    x = jax.random.normal(jax.random.key(0), (3, *size, 4))
+
+    def pulled(pool, x):
+        out, pull = jax.vjp(pool, x)
+        return out, pull(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))[0]
+
+    ours, theirs = pulled(max_pool, x), pulled(lambda x: nnx.max_pool(x, (2, 2), (2, 2)), x)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    out, gradient = pulled(max_pool, jnp.zeros_like(x))
+    assert gradient.sum() == np.arange(out.size).sum()

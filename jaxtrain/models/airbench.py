@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import picture_shape
+from jaxtrain.models.layers import max_pool, picture_shape
 
 # Uniform within 1 / sqrt(fan_in): what PyTorch's layers begin with.
 UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -109,7 +109,7 @@ class Group(nnx.Module):
         shortcut = x
         for place, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             x = conv(x)
-            x = x if place else nnx.max_pool(x, (2, 2), (2, 2))
+            x = x if place else max_pool(x)
             x = norm(x).astype(self.dtype)
             if self.residual and place == last:
                 x = x + shortcut

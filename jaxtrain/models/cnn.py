@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import ConvNorm, Norm, picture_shape
+from jaxtrain.models.layers import ConvNorm, Norm, max_pool, picture_shape
 from jaxtrain.models.layers import dropout as dropout_layer
 
 SMALLEST_MAP = 4  # pixels: below that a 3×3 convolution sees mostly padding
@@ -53,7 +53,7 @@ class CNN(nnx.Module):
         x = x.astype(self.dtype)  # [B, H, W, C]
         for index, stage in enumerate(self.stages):
             if index:
-                x = nnx.max_pool(x, (2, 2), (2, 2))  # [B, H/2, W/2, C]
+                x = max_pool(x)  # [B, H/2, W/2, C]
             for layer in stage:
                 x = nnx.relu(layer(x))  # [B, H, W, features]
         x = x.mean(axis=(1, 2))  # [B, features]

@@ -52,6 +52,17 @@ class ConvNorm(nnx.Module):
         return x if self.norm is None else self.norm(x).astype(self.dtype)
 
 
+def max_pool(x: jax.Array) -> jax.Array:
+    """The largest of each 2×2 pixels: [B, H, W, C] -> [B, H // 2, W // 2, C]; an odd last row or column is left out.
+
+    As `nnx.max_pool`, but of four slices: XLA's gradient of a reduced window takes four to ten times as long on a CPU.
+    Equal pixels share the gradient.
+    """
+    height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
+    top, bottom = (jnp.maximum(x[:, row:height:2, 0:width:2], x[:, row:height:2, 1:width:2]) for row in (0, 1))
+    return jnp.maximum(top, bottom)
+
+
 def normalisation(
     name: Norm, features: int, scale: float = 1.0, *, epsilon: float = 1e-5, dtype: Any, rngs: nnx.Rngs
 ) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import ConvNorm, Norm, picture_shape
+from jaxtrain.models.layers import ConvNorm, Norm, max_pool, picture_shape
 from jaxtrain.models.layers import dropout as dropout_layer
 
 
@@ -62,7 +62,7 @@ class UNet(nnx.Module):
         for level, pair in enumerate(self.down):
             if level:
                 passed.append(x)
-                x = nnx.max_pool(x, (2, 2), (2, 2))
+                x = max_pool(x)
             x = pair(x)  # [B, H / 2^level, W / 2^level, width · 2^level]
         x = self.dropout(x)
         for up, join in zip(self.up, self.join, strict=True):
