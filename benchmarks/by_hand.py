@@ -117,10 +117,7 @@ def _attention(p: Any, x: jax.Array, heads: int, causal: bool = False) -> jax.Ar
     query, key, value = (
         _linear(p[name], x).reshape(batch, length, heads, width // heads) for name in ("query", "key", "value")
     )
-    scores = jnp.einsum("bqnh,bknh->bnqk", query, key) / jnp.sqrt(jnp.float32(width // heads))
-    if causal:
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, jnp.finfo(scores.dtype).min)
-    found = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), value)
+    found = jax.nn.dot_product_attention(query, key, value, is_causal=causal)
     return _linear(p["out"], found.reshape(x.shape))
 
 

@@ -3,13 +3,13 @@
     python -m jaxtrain.main --config=configs/vit.py
     python -m jaxtrain.main --config=configs/vit.py:data=cifar10
 
-Hardware: not measured yet
-Time: not measured yet
-Accuracy: not measured yet
-Runs: not measured yet
+Hardware: 2 cores of an AMD EPYC, no accelerator
+Time: 10:42 from start to exit (279 examples/s)
+Accuracy: test 79.23 %, validation 79.53 % (Fashion-MNIST)
+Runs: 1, JAX 0.10.2, seed 0
 
 Three epochs are what a CPU bears, and few for a transformer, which learns from the data what a convolution is built
-with. Larger ones: `:width=192,depth=12,heads=3,epochs=200` is ViT-Ti on small patches.
+with. CIFAR-10 is not measured, nor are larger ones: `:width=192,depth=12,heads=3,epochs=200` is ViT-Ti on small patches.
 """
 
 from typing import Any
