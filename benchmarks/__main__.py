@@ -34,10 +34,13 @@ def main() -> int:
         return 2
     where = machine()
     print(f"{where}\n")
-    rows = {name: list(importlib.import_module(f"benchmarks.{name}").measure()) for name in names}
-    print(render(row for found in rows.values() for row in found))
-    if "--save" in given:
-        results.save({name: render(found) for name, found in rows.items()}, where)
+    rows = []
+    for name in names:
+        found = list(importlib.import_module(f"benchmarks.{name}").measure())
+        rows += found
+        if "--save" in given:  # at once: what comes after may fail
+            results.save({name: render(found)}, where)
+    print(render(rows))
     return 0
 
 

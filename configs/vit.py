@@ -9,7 +9,7 @@ Accuracy: test 79.23 %, validation 79.53 % (Fashion-MNIST)
 Runs: 1, JAX 0.10.2, seed 0
 
 Three epochs are what a CPU bears, and few for a transformer, which learns from the data what a convolution is built
-with. CIFAR-10 is not measured, nor are larger ones: `:width=192,depth=12,heads=3,epochs=200` is ViT-Ti on small patches.
+with. Not measured: CIFAR-10, and larger ones: `:width=192,depth=12,heads=3,epochs=200` is ViT-Ti on small patches.
 """
 
 from typing import Any
