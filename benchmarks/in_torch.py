@@ -103,11 +103,11 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.attention_norm(x)
-        heads = (
+        query, key, value = (
             self.attention[name](y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        y = F.scaled_dot_product_attention(*heads, is_causal=self.text)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=self.text)
         x = x + self.attention["out"](y.transpose(1, 2).flatten(2))
         y = F.gelu(self.feed["up"](self.feed_norm(x)), approximate="tanh" if self.text else "none")
         return x + self.feed["down"](y)

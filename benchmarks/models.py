@@ -231,9 +231,8 @@ def torch_step(network: Network) -> tuple[Run, int]:
     sizes = dict(vocabulary=VOCABULARY) if network.length else dict(classes=CLASSES)
     model = getattr(in_torch, network.elsewhere)(**sizes | network.arguments)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
-    inputs, labels = (torch.from_numpy(array).long() if network.length else array for array in network.examples())
-    if not network.length:
-        inputs, labels = torch.from_numpy(inputs).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long()
+    inputs, labels = map(torch.from_numpy, network.examples())
+    inputs, labels = inputs.long() if network.length else inputs.permute(0, 3, 1, 2).contiguous(), labels.long()
 
     def run(steps: int) -> float:
         for _ in range(steps):
