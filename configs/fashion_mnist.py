@@ -2,9 +2,9 @@
 
     python -m jaxtrain.main --config=configs/fashion_mnist.py
 
-Hardware: 2 cores of an AMD EPYC, no accelerator, which ran other work beside it
-Time: 7 min 54 s (370 examples/s)
-Accuracy: test 89.18 %, validation 89.97 %
+Hardware: 2 cores of an Intel Xeon, no accelerator
+Time: 3:18 from start to exit (904 examples/s)
+Accuracy: test 89.15 %, validation 90.05 %
 Runs: 1, JAX 0.10.2, seed 0
 
 Variants, not measured: `:width=32,epochs=20`, `:model=resnet,epochs=20`.

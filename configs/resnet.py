@@ -3,13 +3,14 @@
     python -m jaxtrain.main --config=configs/resnet.py
     python -m jaxtrain.main --config=configs/resnet.py:data=fashion_mnist
 
-Hardware: not measured yet
-Time: not measured yet
-Accuracy: not measured yet
-Runs: not measured yet
+Hardware: 2 cores of an Intel Xeon, no accelerator
+Time: 10:03 from start to exit (173 examples/s)
+Accuracy: test 62.36 %, validation 62.64 % (CIFAR-10, pictures decoded from JPEG files)
+Runs: 1, JAX 0.10.2, seed 0
 
-Two epochs are what a CPU bears. Of 64,000 steps on an accelerator (`:epochs=182`) the paper reports 91.25 % for 20
-layers, 92.49 % for 32, 92.83 % for 44, 93.03 % for 56 and 93.39 % for 110 (`:depth=110`), on the official pictures.
+Two epochs are what a CPU bears; Fashion-MNIST is not measured. Of 64,000 steps on an accelerator (`:epochs=182`) the
+paper reports 91.25 % for 20 layers, 92.49 % for 32, 92.83 % for 44, 93.03 % for 56 and 93.39 % for 110 (`:depth=110`),
+on the official pictures.
 """
 
 from typing import Any

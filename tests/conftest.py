@@ -40,9 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 # What these say holds of any program: theirs are compiled in half the time, without LLVM's optimisations. A module is
 # not among them where it compares bits of two programs, or those of its own with those of processes that it starts.
 UNOPTIMISED = {
-    *("augment", "bring_your_own", "classification", "commands", "contract", "corrupt", "elastic", "evaluate"),
-    *("extending", "language", "language_models", "mirror", "model", "models", "nonfinite", "own_steps", "predict"),
-    *("regression", "report", "restart", "segmentation", "storage", "watchdog"),
+    *("augment", "benchmarks", "bring_your_own", "classification", "commands", "contract", "corrupt", "elastic"),
+    *("evaluate", "extending", "language", "language_models", "mirror", "model", "models", "nonfinite", "own_steps"),
+    *("predict", "regression", "report", "restart", "segmentation", "storage", "watchdog"),
 }
 
 
