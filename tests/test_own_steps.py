@@ -121,7 +121,7 @@ def test_simclr_learns_neighbours_without_labels():
 
 
 def test_the_gan_learns_what_each_class_looks_like():
-    wanted = config("gan", total="1000st", batch_size=64, report_every="200st")
+    wanted = config("gan", total="2000st", batch_size=64, report_every="200st")
     job = train.build(wanted)
     before = job.evaluate("eval_generated", job.initial())["eval_generated/distance"]
     result = train.run(wanted)
