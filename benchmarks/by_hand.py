@@ -122,7 +122,9 @@ def _attention(p: Any, x: jax.Array, heads: int, causal: bool = False) -> jax.Ar
 
 
 def _linear(p: Any, x: jax.Array) -> jax.Array:
-    return x @ p["kernel"] + p["bias"]
+    """As one product of matrices: with three axes the gradient takes half as long again on a CPU."""
+    rows = x.reshape(-1, x.shape[-1]) @ p["kernel"] + p["bias"]
+    return rows.reshape(*x.shape[:-1], -1)
 
 
 def _layer_norm(p: Any, x: jax.Array, epsilon: float) -> jax.Array:

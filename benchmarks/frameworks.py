@@ -52,9 +52,9 @@ def measure(rounds: int = ROUNDS, steps: int = STEPS) -> Iterator[Row]:
         ("ours", "keras", 3.0, "Keras fit on JAX, one step a dispatch each"),
         ("ours fused", "keras fused", 1.5, f"Keras fit on JAX, {FUSED} steps a dispatch each"),
         ("ours by default", "nnx", 8.0, "a loop of nnx.jit, ours dispatched as a run does by default"),
-        ("ours", "nnx", None, "a loop of nnx.jit, one step a dispatch"),
+        ("ours", "nnx", 8.0, "a loop of nnx.jit, one step a dispatch"),
         ("ours by default", "torch", 4.0, "PyTorch eager, ours dispatched as a run does by default"),
-        ("ours", "torch", None, "PyTorch eager, one step a dispatch"),
+        ("ours", "torch", 4.0, "PyTorch eager, one step a dispatch"),
     ):
         if theirs in seconds:
             detail = f"{1 / median(seconds[ours]):,.0f}/s ÷ {1 / median(seconds[theirs]):,.0f}/s"

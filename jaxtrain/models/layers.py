@@ -55,7 +55,7 @@ class ConvNorm(nnx.Module):
 def max_pool(x: jax.Array) -> jax.Array:
     """The largest of each 2×2 pixels: [B, H, W, C] -> [B, H // 2, W // 2, C]; an odd last row or column is left out.
 
-    As `nnx.max_pool`, but of four slices: XLA's gradient of a reduced window takes four to ten times as long on a CPU.
+    As `nnx.max_pool`, but of four slices: XLA's gradient of a reduced window takes four times as long on a CPU.
     Equal pixels share the gradient.
     """
     height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
