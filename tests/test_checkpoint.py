@@ -26,6 +26,7 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from etils import epath
 
 from jaxtrain.errors import JaxtrainError, StorageError, UserError
 from jaxtrain.storage import checkpoint, manifest
@@ -723,8 +724,20 @@ def in_the_background(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", fail)
 
 
+def in_its_metadata(patch: pytest.MonkeyPatch) -> None:
+    """Written twice a save, by a thread that all writers of the process share: there are two failures."""
+    local = type(epath.Path())
+    write = local.write_text
+
+    def fail(self: Any, *arguments: Any, **options: Any) -> Any:
+        return disk_full() if self.name == "_CHECKPOINT_METADATA" else write(self, *arguments, **options)
+
+    patch.setattr(local, "write_text", fail)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "orbax": in_the_background,
+    "metadata": in_its_metadata,
     "flush": lambda patch: patch.setattr(checkpoint, "sync_all", disk_full),
     "checksums": lambda patch: patch.setattr(checkpoint, "checksums", disk_full),
     "arrays move": lambda patch: patch.setattr(os, "rename", disk_full),

@@ -123,6 +123,7 @@ class Checkpoints:
                 self._writer.save(self._writing / "arrays", ocp.args.PyTreeSave(arrays))
         except Exception as error:
             failure = self._explain(step, error)
+            _forget_failures(self._writer)
             self._let_go()
             raise failure from error
         self._saves += 1
@@ -254,6 +255,7 @@ class Checkpoints:
                 barrier(key=f"jaxtrain-commit-{self._saves}", timeout_ms=600_000)
         except BaseException as error:
             self._failure = self._explain(draft.step, error)
+            _forget_failures(writer)
             if primary:
                 with contextlib.suppress(OSError):  # give the space back; what stays, the next save clears
                     self._clear()
@@ -483,6 +485,21 @@ def _leaf(path: str, value: Any) -> Leaf:
     return Leaf(tuple(value.shape), str(value.dtype), str(jax.random.key_impl(value)) if is_key else "")
 
 
+def _forget_failures(writer: ocp.AsyncCheckpointer | None) -> None:
+    """Waits for the rest of a failed save.
+
+    Its arrays and each file of metadata, those in a store of the whole process, can fail apart, and orbax tells one
+    failure a call: the next save would be told what is left.
+    """
+    for _ in range(10):
+        try:
+            if writer is not None:
+                writer.wait_until_finished()
+            return
+        except Exception as error:
+            _log.debug("orbax, of the same save: %s", error)
+
+
 def _stored(value: Any) -> Any:
     """What orbax gets: key data for a typed key; a copy of a NumPy array, as its owner may write to it."""
     if not isinstance(value, jax.Array):
@@ -508,5 +525,7 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 def _quiet_orbax(record: logging.LogRecord) -> bool:
     """A filter for absl's log: drops orbax's progress, and the traceback of an error that we raise."""
     from_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
-    raised_by_us = record.filename in {"async_checkpointer.py", "future.py"}
+    raised_by_us = record.filename in {"async_checkpointer.py", "future.py"} or (
+        record.filename == "checkpoint.py" and record.levelno == logging.ERROR  # of metadata
+    )
     return not (from_orbax and (record.levelno < logging.WARNING or raised_by_us))
