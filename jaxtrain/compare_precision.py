@@ -60,6 +60,7 @@ def measure(job: "Job", steps: int) -> Measured:
 
     from jaxtrain import metrics, precision
     from jaxtrain.initialise import initialised
+    from jaxtrain.machine import compiling
 
     if "loss" not in job.outcome:
         raise UserError(
@@ -71,7 +72,8 @@ def measure(job: "Job", steps: int) -> Measured:
             state = initialised(job, state, lambda line: None)
         where = jax.tree.map(lambda leaf: leaf.sharding, job.abstract)
         began = time.perf_counter()
-        jitted = jax.jit(job.steps.train, donate_argnums=0, out_shardings=(where, None))
+        options = compiling.options(job.mesh)
+        jitted = jax.jit(job.steps.train, donate_argnums=0, out_shardings=(where, None), compiler_options=options)
         program = jitted.lower(job.abstract, job.abstract_batch).compile()
         compiled = time.perf_counter() - began
         losses, seconds = [], []

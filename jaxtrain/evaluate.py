@@ -20,7 +20,7 @@ from jaxtrain.data.feed import Feed
 from jaxtrain.data.resident import Kept, obstacle
 from jaxtrain.data.sources import Source
 from jaxtrain.errors import JaxtrainError
-from jaxtrain.machine import distributed
+from jaxtrain.machine import compiling, distributed
 from jaxtrain.metrics import Count, as_monoids, compute, empty, merge
 
 IN_FLIGHT = 8  # batches handed to the device ahead of it, at most: more would only hold memory
@@ -119,9 +119,17 @@ def in_order(batch: int, *, batch_size: int, size: int) -> np.ndarray:
 
 def accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
     """`sums` and the metrics of one batch more; `sums` is None at first. One program per evaluation step."""
+    mesh = batch["mask"].sharding.mesh
+    zeros, add = _programs(mesh)
     if sums is None:
-        sums = _zeros(step, sharding.replicated(batch["mask"].sharding.mesh), state, batch)
-    return _accumulate(step, state, sums, batch)
+        sums = zeros(step, sharding.replicated(mesh), state, batch)
+    return add(step, state, sums, batch)
+
+
+@functools.cache
+def _programs(mesh: Mesh) -> tuple[Any, Any]:
+    add = jax.jit(_accumulate, static_argnums=0, donate_argnums=2, compiler_options=compiling.options(mesh))
+    return jax.jit(_zeros, static_argnums=(0, 1)), add
 
 
 def _metrics(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
@@ -129,13 +137,11 @@ def _metrics(step: EvalStep, state: Any, batch: Any) -> dict[str, Any]:
     return as_monoids(step(state, batch)) | {"examples": Count.of(batch["mask"]), "corrupt": Count.of(left_out)}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _zeros(step: EvalStep, everywhere: NamedSharding, state: Any, batch: Any) -> dict[str, Any]:
     zeros = empty(jax.eval_shape(functools.partial(_metrics, step), state, batch))
     # Placed as `_accumulate` places its own, which would be compiled a second time for them.
     return jax.lax.with_sharding_constraint(zeros, everywhere)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _accumulate(step: EvalStep, state: Any, sums: Any, batch: Any) -> Any:
     return merge(sums, _metrics(step, state, batch))

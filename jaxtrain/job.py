@@ -21,7 +21,7 @@ from jaxtrain.data.sources import Dataset, Source
 from jaxtrain.errors import UserError
 from jaxtrain.evaluate import Evaluation, Evaluator
 from jaxtrain.loop import judge
-from jaxtrain.machine import devices
+from jaxtrain.machine import compiling, devices
 from jaxtrain.members import Together
 from jaxtrain.step import Parts, Steps
 from jaxtrain.supply import Supply
@@ -188,7 +188,7 @@ class Job:
     @functools.cached_property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
         """The train step, jitted, its state donated: `state, metrics = job.step(state, batch)`."""
-        jitted = jax.jit(self.steps.train, donate_argnums=0)
+        jitted = jax.jit(self.steps.train, donate_argnums=0, compiler_options=compiling.options(self.mesh))
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
             with precision.scope(self.policy):
@@ -294,9 +294,10 @@ class Job:
         source = contract.inputs(batch, self.dataset.spec)
         rows = []
         reader = dataclasses.replace(self.evaluator, check=lambda batch: None)
+        call = _caller(self.mesh)
         with precision.scope(self.policy), reader.feed(source) as batches:
             for part in batches:
-                rows.append(sharding.gathered(self.mesh, _call(self.steps.predict, state, part)))
+                rows.append(sharding.gathered(self.mesh, call(self.steps.predict, state, part)))
         found = {key: np.concatenate([row[key] for row in rows])[: len(source)] for key in rows[0]}
         return {key: np.moveaxis(array, 1, 0) for key, array in found.items()} if self.together else found
 
@@ -436,7 +437,12 @@ def _init(init: Callable[[jax.Array], Any], seed: jax.Array) -> Any:
     return init(jax.random.key(seed, impl="threefry2x32"))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def _caller(mesh: Mesh) -> Any:
+    """The function that it is given first, compiled and called with the rest."""
+    return jax.jit(_call, static_argnums=0, compiler_options=compiling.options(mesh))
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 

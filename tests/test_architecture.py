@@ -71,7 +71,7 @@ data.roles data.order data.augment
 loop.finite
 flops metrics precision sharding
 machine.devices
-machine.compilecache machine.hardware machine.distributed
+machine.compilecache machine.compiling machine.hardware machine.distributed
 machine.cluster machine.peers
 config
 config.overrides config.configfile

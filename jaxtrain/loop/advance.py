@@ -13,6 +13,7 @@ from jaxtrain import sharding
 from jaxtrain.errors import NonFiniteError
 from jaxtrain.job import Job
 from jaxtrain.loop.intake import batch_of
+from jaxtrain.machine import compiling
 from jaxtrain.metrics import as_monoids, empty, merge
 
 Advance = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (state, sums, data, steps) -> (state, sums)
@@ -21,7 +22,9 @@ Advance = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (state, sums, data,
 def plain_advance(job: Job) -> Advance:
     """One program for the whole run, the state donated; `data` is what an intake gives for that many steps."""
     step = functools.partial(_advance, job.steps.train, batch_of(job))
-    compiled = functools.partial(jax.jit, donate_argnums=0, out_shardings=_shardings(job))
+    compiled = functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=_shardings(job), compiler_options=compiling.options(job.mesh)
+    )
     if job.steps_per_dispatch == 1:
         single = compiled(step)
         return lambda state, sums, data, steps: single(state, sums, data)
