@@ -15,16 +15,25 @@ ROUNDS = 7
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = "import jax, flax, optax, orbax.checkpoint"
 PACKAGE = "import jaxtrain.train"
-# The command line, left as soon as the first step of digits is done.
+# The command itself, left as soon as the first step of digits is done.
 FIRST_STEP = """
 import os, sys
-import jax
-from jaxtrain import main, train
+from jaxtrain import main
+imported = main._imported
 def leave(loop):
+    import jax
     jax.block_until_ready(loop.state.params)
     os._exit(0 if loop.step == 1 else 1)
-train.Loop.write_interval = leave
-main.main(["--config={root}/configs/digits.py", "--workdir={folder}/" + str(os.getpid()), "--config.report_every=1st"])
+def watched(name):
+    module = imported(name)
+    if name == "train":
+        module.Loop.write_interval = leave
+    return module
+main._imported = watched
+sys.argv[1:] = [
+    "--config={root}/configs/digits.py", "--workdir={folder}/" + str(os.getpid()), "--config.report_every=1st"
+]
+main.command()
 """
 
 

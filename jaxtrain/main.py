@@ -3,6 +3,7 @@
 What takes time to import is imported where it is needed: `--help` does not wait for it, and a signal finds `command`.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -52,7 +53,11 @@ def run(argv: Sequence[str]) -> int:
         print(_imported("describe").describe(configs.checked(config)))
         return 0
     folder = flags.workdir or default_workdir(flags.config, config)
-    result = _imported("train").run(config, folder, mode=flags.mode, profile=flags.profile, debug=flags.debug)
+    train = _imported("train")
+    if not gc.isenabled():  # in `command`
+        gc.freeze()
+        gc.enable()
+    result = train.run(config, folder, mode=flags.mode, profile=flags.profile, debug=flags.debug)
     return int(result.exit_code)
 
 
@@ -81,6 +86,7 @@ def _imported(name: str) -> ModuleType:
 def command() -> NoReturn:
     """The process as a whole: where no run looks after them yet, signals end it at once and without a traceback."""
     exits.on_signal()
+    gc.disable()  # until all is imported, which stays to the end: a tenth of the start would go into looking through it
     code = main()
     if code in exits.CODES.values():
         exits.soon(code)

@@ -33,7 +33,7 @@ evaluate
 storage.mirror
 storage.remote_lease
 storage.checkpoint reporting.report storage.environment storage.workdir
-storage.manifest reporting.sinks
+storage.manifest storage.writing reporting.sinks
 loop.watchdog loop.stopping
 reporting.curves reporting.terminal storage.lease loop.pace loop.due
 reporting.panels

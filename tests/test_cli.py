@@ -1,5 +1,6 @@
 """The command line: what reaches the run, and that a mistake costs one line, exit code 2 and nothing else."""
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -268,3 +269,24 @@ def test_a_users_module_beside_the_config_is_found(train, folder):
     (folder / "lab_beside.py").write_text("def net(size: int = 1):\n    return size\n")
     assert entry.main([MY, "--config.model=lab_beside:net", "--config.model.size=4"]) == 0
     assert train.calls[0]["config"].model.size == 4
+
+
+def test_garbage_is_collected_again_when_a_run_begins(train, monkeypatch):
+    """The process leaves it from its start until all is imported."""
+    seen, run = [], train.run
+
+    def watched(*arguments, **flags):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+        return run(*arguments, **flags)
+
+    train.run = watched
+    monkeypatch.setattr(entry, "_imported", lambda name: seen.append(gc.isenabled()) or train)
+    monkeypatch.setattr(entry.exits, "on_signal", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["jaxtrain", MY])
+    try:
+        with pytest.raises(SystemExit) as end:
+            entry.command()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert not end.value.code and seen == [False, (True, True)]

@@ -29,6 +29,7 @@ import orbax.checkpoint as ocp
 from jaxtrain.causes import cause
 from jaxtrain.errors import JaxtrainError, StorageError, UserError
 from jaxtrain.machine import distributed
+from jaxtrain.storage import writing
 from jaxtrain.storage.manifest import NAME, Damaged, Leaf, Manifest, checksums, sync, sync_all
 
 _Used = TypeVar("_Used")
@@ -81,7 +82,7 @@ class Checkpoints:
         self._held: int | None = None  # self._writing, open while orbax writes to it
         self._damaged: set[int] = set()
         self._verified: int | None = None  # read whole by latest() or best() just now: reading trusts it once
-        logging.getLogger("absl").addFilter(_quiet_orbax)
+        logging.getLogger("absl").addFilter(writing.quiet)
 
     # Writing
 
@@ -117,13 +118,13 @@ class Checkpoints:
                 self._writing.mkdir()
                 self._held = os.open(self._writing, os.O_RDONLY)
             if self._writer is None:
-                self._writer = ocp.AsyncCheckpointer(_handler())
+                self._writer = ocp.AsyncCheckpointer(writing.handler())
             arrays = {path: _stored(value) for path, value in flat.items() if value.size}
             with jax.transfer_guard("allow"):
                 self._writer.save(self._writing / "arrays", ocp.args.PyTreeSave(arrays))
         except Exception as error:
             failure = self._explain(step, error)
-            _forget_failures(self._writer)
+            writing.forget_failures(self._writer)
             self._let_go()
             raise failure from error
         self._saves += 1
@@ -255,7 +256,7 @@ class Checkpoints:
                 barrier(key=f"jaxtrain-commit-{self._saves}", timeout_ms=600_000)
         except BaseException as error:
             self._failure = self._explain(draft.step, error)
-            _forget_failures(writer)
+            writing.forget_failures(writer)
             if primary:
                 with contextlib.suppress(OSError):  # give the space back; what stays, the next save clears
                     self._clear()
@@ -412,9 +413,9 @@ class Checkpoints:
         """What orbax reads, unverified."""
         folder = self._path(manifest.step)
         empty = {path for path in shardings if 0 in manifest.leaves[path].shape}  # orbax stores none of these
-        args = {path: _restore_args(sharding) for path, sharding in shardings.items() if path not in empty}
+        args = {path: writing.restore_args(sharding) for path, sharding in shardings.items() if path not in empty}
         request = ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True)
-        with ocp.Checkpointer(_handler()) as reader, jax.transfer_guard("allow"):
+        with ocp.Checkpointer(writing.handler()) as reader, jax.transfer_guard("allow"):
             try:
                 arrays = reader.restore(folder / manifest.arrays, request) if args else {}
             except Exception as error:
@@ -485,21 +486,6 @@ def _leaf(path: str, value: Any) -> Leaf:
     return Leaf(tuple(value.shape), str(value.dtype), str(jax.random.key_impl(value)) if is_key else "")
 
 
-def _forget_failures(writer: ocp.AsyncCheckpointer | None) -> None:
-    """Waits for the rest of a failed save.
-
-    Its arrays and each file of metadata, those in a store of the whole process, can fail apart, and orbax tells one
-    failure a call: the next save would be told what is left.
-    """
-    for _ in range(10):
-        try:
-            if writer is not None:
-                writer.wait_until_finished()
-            return
-        except Exception as error:
-            _log.debug("orbax, of the same save: %s", error)
-
-
 def _stored(value: Any) -> Any:
     """What orbax gets: key data for a typed key; a copy of a NumPy array, as its owner may write to it."""
     if not isinstance(value, jax.Array):
@@ -509,23 +495,3 @@ def _stored(value: Any) -> Any:
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
     return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _restore_args(sharding: jax.sharding.Sharding | None) -> ocp.RestoreArgs:
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    # Compressing float32 weights saves 8 % of the space, doubles the time and takes cores from the training.
-    return ocp.PyTreeCheckpointHandler(use_compression=False)
-
-
-def _quiet_orbax(record: logging.LogRecord) -> bool:
-    """A filter for absl's log: drops orbax's progress, and the traceback of an error that we raise."""
-    from_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
-    raised_by_us = record.filename in {"async_checkpointer.py", "future.py"} or (
-        record.filename == "checkpoint.py" and record.levelno == logging.ERROR  # of metadata
-    )
-    return not (from_orbax and (record.levelno < logging.WARNING or raised_by_us))
