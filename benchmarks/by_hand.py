@@ -14,7 +14,9 @@ import optax
 Network = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # (params, statistics, inputs) -> (logits, statistics)
 
 
-def train_step(network: Network, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def train_step(
+    network: Network, optimizer: optax.GradientTransformation, compiler_options: dict[str, str]
+) -> Callable[..., Any]:
     """(params, statistics, opt_state, inputs, labels) -> (params, statistics, opt_state, loss), jitted and donated.
 
     labels: int32, of the shape of the logits without the last axis; the loss is the mean cross-entropy.
@@ -29,7 +31,7 @@ def train_step(network: Network, optimizer: optax.GradientTransformation) -> Cal
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), new, opt_state, value
 
-    return jax.jit(step, donate_argnums=(0, 1, 2))
+    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=compiler_options)
 
 
 def resnet18(params: Any, statistics: Any, images: jax.Array) -> tuple[jax.Array, Any]:

@@ -27,6 +27,7 @@ from jaxtrain.config import base_config
 from jaxtrain.data import sources
 from jaxtrain.job import Job
 from jaxtrain.loop.advance import plain_advance, zero_sums
+from jaxtrain.machine import compiling
 
 ROUNDS, STEPS = 7, 4
 RATE, MOMENTUM, DECAY = 1e-3, 0.9, 0.05
@@ -108,7 +109,7 @@ def _compared(network: Network, rounds: int, steps: int) -> Iterator[Row]:
     job = our_job(network)
     state = job.initial()
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    runs = {"hand": step_by_hand(network, state), "ours": our_step(job, state)}  # which gives its state away
+    runs = {"hand": step_by_hand(network, job, state), "ours": our_step(job, state)}  # which gives its state away
     for _ in range(3):  # the first loss is that of the weights, the others those of what was learnt
         found = [run(1) for run in runs.values()]
         assert abs(found[0] - found[1]) < 1e-3 * found[0], f"{network.title}: not the same: losses {found}"
@@ -179,12 +180,12 @@ def our_step(job: Job, state: Any) -> Run:
     return run
 
 
-def step_by_hand(network: Network, state: Any) -> Run:
-    """From a copy of these weights."""
+def step_by_hand(network: Network, job: Job, state: Any) -> Run:
+    """From a copy of these weights, compiled as ours is."""
     optimizer = optax.adamw(RATE, weight_decay=DECAY, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
     params, statistics = jax.tree.map(jnp.copy, (state.params, state.model_state))
     carry = (params, statistics, jax.jit(optimizer.init)(params))
-    step = by_hand.train_step(network.hand, optimizer)
+    step = by_hand.train_step(network.hand, optimizer, compiling.options(job.mesh))
     inputs, labels = jax.device_put(network.examples())
 
     def run(steps: int) -> float:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import StochasticDepth, depth_rates, normalisation, picture_shape
+from jaxtrain.models.layers import Linear, StochasticDepth, depth_rates, normalisation, picture_shape
 
 # Blocks in each of the four stages, and the width of the first.
 SIZES = {"T": ((3, 3, 9, 3), 96), "S": ((3, 3, 27, 3), 96), "B": ((3, 3, 27, 3), 128), "L": ((3, 3, 27, 3), 192)}
@@ -60,7 +60,7 @@ class ConvNeXt(nnx.Module):
             self.stages.append(nnx.List(Block(features, layer_scale, next(rates), **options) for _ in range(count)))
             channels = features
         self.norm = normalisation("layer", channels, epsilon=EPSILON, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(channels, num_classes, kernel_init=INIT, dtype=dtype, rngs=rngs)
+        self.head = Linear(channels, num_classes, kernel_init=INIT, dtype=dtype, rngs=rngs)
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -106,8 +106,8 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         self.norm = normalisation("layer", features, epsilon=EPSILON, dtype=dtype, rngs=rngs)
-        self.wide = nnx.Linear(features, 4 * features, kernel_init=INIT, dtype=dtype, rngs=rngs)
-        self.narrow = nnx.Linear(4 * features, features, kernel_init=INIT, dtype=dtype, rngs=rngs)
+        self.wide = Linear(features, 4 * features, kernel_init=INIT, dtype=dtype, rngs=rngs)
+        self.narrow = Linear(4 * features, features, kernel_init=INIT, dtype=dtype, rngs=rngs)
         self.scale = nnx.Param(jnp.full((features,), layer_scale, jnp.float32))
         self.depth = StochasticDepth(rngs) if rate else None
         self.rate = rate

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.layers import Linear
 from jaxtrain.models.layers import dropout as dropout_layer
 from jaxtrain.models.transformer import Block, Feed, Norm, Remat, Stack, norm_layer, normal, restarting
 
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
         self.head = (
             None
             if tied
-            else nnx.Linear(width, num_classes, use_bias=False, kernel_init=normal(0.02), dtype=dtype, rngs=rngs)
+            else Linear(width, num_classes, use_bias=False, kernel_init=normal(0.02), dtype=dtype, rngs=rngs)
         )
         # The numbers in a cache: [depth, B, room, key heads, width of a head].
         self.cached = (depth, kv_heads or heads, width // heads)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.layers import Linear
 from jaxtrain.models.layers import dropout as dropout_layer
 from jaxtrain.models.transformer import Block, Remat, Stack, norm_layer, normal
 
@@ -65,7 +66,7 @@ class Encoder(nnx.Module):
 
         self.stack = Stack(block, depth, scan=scan, remat=remat, rngs=rngs)
         self.norm = norm_layer("layer", width, dtype, rngs)
-        self.head = nnx.Linear(width, num_classes, dtype=dtype, rngs=rngs)
+        self.head = Linear(width, num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
         if tokens.shape[1] > self.context:

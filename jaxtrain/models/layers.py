@@ -52,6 +52,16 @@ class ConvNorm(nnx.Module):
         return x if self.norm is None else self.norm(x).astype(self.dtype)
 
 
+class Linear(nnx.Linear):
+    """`nnx.Linear` as one product of matrices, whatever axes stand in front: float [..., inputs] -> [..., features].
+
+    With several of them XLA's CPU code takes half as long again for the gradients; elsewhere it is the same.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
 def max_pool(x: jax.Array) -> jax.Array:
     """The largest of each 2×2 pixels: [B, H, W, C] -> [B, H // 2, W // 2, C]; an odd last row or column is left out.
 

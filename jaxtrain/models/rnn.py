@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.models.layers import Linear
 from jaxtrain.models.layers import dropout as dropout_layer
 from jaxtrain.models.transformer import restarting, wide
 
@@ -32,8 +33,8 @@ class Recurrent(nnx.Module):
             zeros = jnp.zeros(shape, dtype)
             return zeros.at[width : 2 * width].set(1) if cell == "lstm" else zeros  # order: input, forget, cell, output
 
-        self.input = nnx.Linear(inputs, gates * width, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
-        self.recurrent = nnx.Linear(
+        self.input = Linear(inputs, gates * width, kernel_init=kernel, bias_init=bias, dtype=dtype, rngs=rngs)
+        self.recurrent = Linear(
             width, gates * width, use_bias=cell == "gru", kernel_init=kernel, dtype=dtype, rngs=rngs
         )
 
@@ -85,7 +86,7 @@ class RNN(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.layers = _Layers(num_classes, cell, width, depth, dropout, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(width, num_classes, dtype=dtype, rngs=rngs)
+        self.head = Linear(width, num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, segments: jax.Array | None = None, *, room: int = 0, cache: Any = None
@@ -120,7 +121,7 @@ class RNNClassifier(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.layers = _Layers(vocabulary, cell, width, depth, dropout, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(width, num_classes, dtype=dtype, rngs=rngs)
+        self.head = Linear(width, num_classes, dtype=dtype, rngs=rngs)
         self.dropout = dropout_layer(dropout, rngs)
         self.dtype = dtype
 

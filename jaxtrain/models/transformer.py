@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import Implementation, attend
+from jaxtrain.models.layers import Linear
 from jaxtrain.models.layers import dropout as dropout_layer
 
 Norm = Literal["layer", "rms"]
@@ -84,7 +85,7 @@ class Attention(nnx.Module):
         _refuse_heads(width, heads, self.kv_heads, rope)
 
         def linear(features: int, scale: float = 0.02, inputs: int = width) -> nnx.Linear:
-            return nnx.Linear(inputs, features, use_bias=bias, kernel_init=normal(scale), dtype=dtype, rngs=rngs)
+            return Linear(inputs, features, use_bias=bias, kernel_init=normal(scale), dtype=dtype, rngs=rngs)
 
         self.query = linear(width)
         self.key = linear(self.kv_heads * self.size)
@@ -120,7 +121,7 @@ class FeedForward(nnx.Module):
         self, width: int, hidden: int, kind: Feed, *, bias: bool, scale: float = 0.02, dtype: Any, rngs: nnx.Rngs
     ):
         def linear(inputs: int, features: int, scale: float = 0.02) -> nnx.Linear:
-            return nnx.Linear(inputs, features, use_bias=bias, kernel_init=normal(scale), dtype=dtype, rngs=rngs)
+            return Linear(inputs, features, use_bias=bias, kernel_init=normal(scale), dtype=dtype, rngs=rngs)
 
         self.up = linear(width, hidden)
         self.gate = linear(width, hidden) if kind == "swiglu" else None

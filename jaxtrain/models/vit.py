@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.config.lookup import choices_hint
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attend
-from jaxtrain.models.layers import StochasticDepth, depth_rates, normalisation, picture_shape
+from jaxtrain.models.layers import Linear, StochasticDepth, depth_rates, normalisation, picture_shape
 from jaxtrain.models.layers import dropout as dropout_layer
 
 Size = Literal["Ti", "S", "B", "L"]
@@ -87,7 +87,7 @@ class ViT(nnx.Module):
         )
         self.norm = normalisation("layer", width, epsilon=epsilon, **options)
         self.pool = AttentionPool(width, heads, epsilon, **options) if pool == "map" else None
-        self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, **options)
+        self.head = Linear(width, num_classes, kernel_init=nnx.initializers.zeros, **options)
         self.rates = tuple(depth_rates(stochastic_depth, depth))
         self.tokens, self.scan, self.remat, self.dtype = tokens, scan, remat, dtype
 
@@ -176,10 +176,10 @@ class Attention(nnx.Module):
     def __init__(self, width: int, heads: int, *, dtype: Any, rngs: nnx.Rngs):
         _refuse_uneven(width, heads)
         options: dict[str, Any] = {"kernel_init": XAVIER, "dtype": dtype, "rngs": rngs}
-        self.query = nnx.Linear(width, width, **options)
-        self.key = nnx.Linear(width, width, **options)
-        self.value = nnx.Linear(width, width, **options)
-        self.out = nnx.Linear(width, width, **options)
+        self.query = Linear(width, width, **options)
+        self.key = Linear(width, width, **options)
+        self.value = Linear(width, width, **options)
+        self.out = Linear(width, width, **options)
         self.heads = heads
 
     def __call__(self, x: jax.Array, query: jax.Array | None = None) -> jax.Array:
@@ -198,8 +198,8 @@ class MLP(nnx.Module):
 
     def __init__(self, width: int, dropout: float = 0.0, *, dtype: Any, rngs: nnx.Rngs):
         options: dict[str, Any] = {"kernel_init": XAVIER, "dtype": dtype, "rngs": rngs}
-        self.wide = nnx.Linear(width, 4 * width, **options)
-        self.narrow = nnx.Linear(4 * width, width, **options)
+        self.wide = Linear(width, 4 * width, **options)
+        self.narrow = Linear(4 * width, width, **options)
         self.dropout = dropout_layer(dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
