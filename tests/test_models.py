@@ -16,7 +16,7 @@ from jaxtrain.model import build_model
 from jaxtrain.models.airbench import AirBench
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.convnext import ConvNeXt
-from jaxtrain.models.layers import ConvNorm, StochasticDepth, depth_rates, max_pool, normalisation
+from jaxtrain.models.layers import ConvNorm, Linear, StochasticDepth, depth_rates, max_pool, normalisation
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.resnet import ResNet
 from jaxtrain.models.unet import UNet
@@ -483,3 +483,18 @@ def test_the_largest_of_four_pixels_is_that_of_a_reduced_window(size):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     out, gradient = pulled(max_pool, jnp.zeros_like(x))
     assert gradient.sum() == np.arange(out.size).sum()
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (2, 3, 5, 4)])
+def test_a_linear_layer_of_rows_is_that_of_flax(shape):
+    x = jax.random.normal(jax.random.key(0), shape)
+
+    def pulled(kind):
+        graph, params = nnx.split(kind(4, 6, rngs=nnx.Rngs(1)))
+        out, pull = jax.vjp(lambda params, x: nnx.merge(graph, params)(x), params, x)
+        return out, pull(jnp.cos(out))
+
+    ours, theirs = pulled(Linear), pulled(nnx.Linear)
+    assert ours[0].shape == (*shape[:-1], 6)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
