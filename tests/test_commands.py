@@ -64,8 +64,8 @@ def test_smoke_without_the_data_is_synthetic_and_says_so(name, tmp_path, monkeyp
     assert all(line["synthetic"] for line in lines)
 
 
-# Made for larger machines, or for weights and data that a user brings; and three whose runs are to be made.
-MAY_BE_UNMEASURED = {"imagenet.py", "gpt2_124m.py", "finetune.py", "cifar.py"}
+# Made for larger machines, or for weights and data that a user brings.
+MAY_BE_UNMEASURED = {"imagenet.py", "gpt2_124m.py", "finetune.py"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
