@@ -9,8 +9,8 @@ Accuracy: test 91.07 % over the six views, 90.12 % without (`test_time='none'`)
 Runs: 1, JAX 0.10.2, seed 0, with MALLOC_MMAP_THRESHOLD_=17179869184 MALLOC_TRIM_THRESHOLD_=17179869184
 
 The pictures were decoded from JPEG files that were made of the original ones, on which nothing here was measured. The
-reference in PyTorch, on the same pictures and 2 cores in bfloat16, has 90.73 % (three runs: 90.67, 90.76, 90.75), 89.7 %
-without the views, in 18 min.
+reference in PyTorch, on the same pictures and 2 cores in bfloat16, has 90.73 % (three runs: 90.67, 90.76, 90.75), and
+89.7 % without the views, in 18 min.
 
 `:resnet18`, the classic one of width 16 for 4 epochs: test 73.11 %, validation 73.98 %, on pictures decoded from JPEG
 files, 35:14 on 2 cores of an AMD EPYC (1 run). Not measured: `:resnet18,epochs=30`; `:resnet18,width=64,epochs=60`.

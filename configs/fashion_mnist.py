@@ -3,8 +3,8 @@
     python -m jaxtrain.main --config=configs/fashion_mnist.py
 
 Hardware: 2 cores of an Intel Xeon, no accelerator
-Time: 3:18 from start to exit (904 examples/s)
-Accuracy: test 89.15 %, validation 90.05 %
+Time: 2:46 from start to exit (1,174 examples/s)
+Accuracy: test 89.07 %, validation 90.10 %
 Runs: 1, JAX 0.10.2, seed 0
 
 Variants, not measured: `:width=32,epochs=20`, `:model=resnet,epochs=20`.

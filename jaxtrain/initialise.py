@@ -26,9 +26,10 @@ def initialised(job: Job, state: Any, say: Any) -> Any:
     """`state` with the parameters and model state of `config.init_from`.
 
     That is a workdir or its folder of checkpoints, where the newest one counts, or one checkpoint; a file of PyTorch's
-    weights (.safetensors, .pt, .pth, .bin); or "hf://owner/name". `config.init_head="new"` keeps the head as it was
-    drawn, `config.init_positions="resample"` fits a ViT's positions to another size of pictures. Raises UserError,
-    before any step, where it is not there, or a tensor or its shape or dtype is not what the model needs;
+    weights (.safetensors, .pt, .pth, .bin, or the .index.json of several); or "hf://owner/name".
+    `config.init_head="new"` keeps the head as it was drawn, `config.init_positions="resample"` fits a ViT's positions
+    to another size of pictures. Raises UserError, before any step, where it is not there, or a tensor or its shape or
+    dtype is not what the model needs;
     StorageError, where a checkpoint that was named is damaged. All of several members begin with the same.
     """
     if job.together is not None:

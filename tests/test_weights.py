@@ -225,6 +225,45 @@ def test_what_is_no_file_of_weights(name, content, words, tmp_path):
         files.read(tmp_path / name)
 
 
+def in_shards(folder, weight_map):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def test_weights_in_several_files_are_those_of_one(tmp_path):
+    tensors = {name: np.full(3, number, np.float32) for number, name in enumerate("abc")}
+    files.write(tmp_path / "1.safetensors", {name: tensors[name] for name in "ab"})
+    files.write(tmp_path / "2.safetensors", {"c": tensors["c"]})
+    index = in_shards(tmp_path, dict(a="1.safetensors", b="1.safetensors", c="2.safetensors"))
+    found = files.read(index)
+    assert found.keys() == tensors.keys() and all((found[name] == tensors[name]).all() for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (dict(a="1.safetensors", b="1.safetensors"), "there is no b in 1.safetensors.* download all of the"),
+        (dict(a="1.safetensors", b="2.safetensors"), "there is no file .*2.safetensors"),
+        (dict(a="../1.safetensors"), "expected files of weights that lie beside it"),
+        (dict(a="/etc/passwd"), "expected files of weights that lie beside it"),
+        (dict(a="model.safetensors.index.json"), "expected files of weights that lie beside it"),
+        (dict(a=1), "expected files of weights that lie beside it"),
+        (["a"], "is no index of weights"),
+        ("oops", "is no index of weights"),
+    ],
+    ids=["tensor", "file", "above", "elsewhere", "itself", "number", "list", "no json"],
+)
+def test_a_bad_index_costs_one_line(content, words, tmp_path):
+    files.write(tmp_path / "1.safetensors", {"a": np.zeros(3, np.float32)})
+    index = in_shards(tmp_path, content)
+    if content == "oops":
+        index.write_text(content)
+    with pytest.raises(UserError, match=words) as error:
+        files.read(index)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("address", ["hf://nobody", "hf://a/b/../../c d"])
 def test_addresses(address):
     with pytest.raises(UserError, match="expected hf://owner/name"):
@@ -241,6 +280,15 @@ def test_the_hub_s_cache_is_enough(tmp_path, monkeypatch):
     for path, text in ((kept, "weights"), (tmp_path / "models--me--net" / "refs" / "main", revision)):
         path.parent.mkdir(parents=True)
         path.write_text(text)
+    large = tmp_path / "models--me--large"
+    (large / "refs").mkdir(parents=True)
+    (large / "refs" / "main").write_text(revision)
+    (large / "snapshots" / revision).mkdir(parents=True)
+    index = in_shards(large / "snapshots" / revision, dict(a="1.safetensors"))
+    with pytest.raises(UserError, match="hf://me/large: .* is not in the cache"):  # its one file is not
+        hub.fetched("hf://me/large")
+    files.write(index.with_name("1.safetensors"), {"a": np.zeros(3, np.float32)})
+    assert hub.fetched("hf://me/large") == index and files.read(index).keys() == {"a"}
     assert hub.fetched("hf://me/net") == hub.fetched("hf://me/net/model.safetensors") == kept
     with pytest.raises(
         UserError, match="hf://me/other: model.safetensors is not in the cache.*or give a file"

@@ -119,7 +119,7 @@ KEYS = {
     "model": Key(dict(name="cnn"), "run", "network", PART, part=lookup.MODEL),
     "step": Key(dict(name="supervised"), "run", "the whole train step", PART, part=lookup.STEP),
     "init_from": Key(
-        "", "run", "whose parameters to start from: workdir, checkpoint, .safetensors, .pt or hf://owner/name"
+        "", "run", "whose parameters to start from: workdir, checkpoint, .safetensors, .pt, index.json, hf://owner/name"
     ),
     "init_head": Key("same", "run", "from there too, or drawn anew (other classes)", Literal["same", "new"]),
     "init_positions": Key(

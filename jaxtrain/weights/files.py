@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from jaxtrain.errors import StorageError, UserError
 
 Tensors = dict[str, np.ndarray]
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+INDEX = ".index.json"  # of weights in several files, as the hub has large models
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", INDEX)
 _SAFE = {
     "F64": np.float64,
     "F32": np.float32,
@@ -46,24 +47,28 @@ _LARGEST_HEADER = 100_000_000  # as the format's own reader has it
 
 
 def read(path: Path) -> Tensors:
-    """The tensors of a file by name, mapped into memory where that can be done.
+    """The tensors of a file, or of all files of an index, by name, mapped into memory where that can be done.
 
     Raises UserError for a file that is not there, damaged, of another kind, or that asks for code to be run.
     """
-    if path.suffix not in SUFFIXES:
+    found = _as_named(path)
+    if found and all(name.startswith("module.") for name in found):  # as DistributedDataParallel calls them
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    return found
+
+
+def _as_named(path: Path) -> Tensors:
+    if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path} is no file of weights by its name; expected {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     try:
-        found = _safetensors(path) if path.suffix == ".safetensors" else _torch(path)
+        return _reader(path)(path)
     except UserError:
         raise
     except Exception as error:  # a damaged file fails anywhere
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} cannot be read as weights: {reason}; copy or download it again") from error
-    if found and all(name.startswith("module.") for name in found):  # as DistributedDataParallel calls them
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    return found
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -85,6 +90,43 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         partial.replace(path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; give another path") from error
+
+
+def shards(index: Path) -> list[str]:
+    """The files of an index, which lie beside it. Raises UserError where it is damaged or names files elsewhere."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _reader(path: Path) -> Callable[[Path], Tensors]:
+    if path.name.endswith(INDEX):
+        return _indexed
+    return _safetensors if path.suffix == ".safetensors" else _torch
+
+
+def _indexed(path: Path) -> Tensors:
+    """https://huggingface.co/docs/safetensors/metadata_parsing: which tensor is in which file."""
+    where = _weight_map(path)
+    parts = {name: _as_named(path.with_name(name)) for name in shards(path)}
+    lacking = sorted(tensor for tensor, name in where.items() if tensor not in parts[name])
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise UserError(
+            f"{path}: there is no {lacking[0]} in {where[lacking[0]]}, where it should be{more}; download all of the "
+            "files again, of one version"
+        )
+    return {tensor: parts[name][tensor] for tensor, name in where.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(found.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is no index of weights ({error!r}); expected JSON with a `weight_map`") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIXES) or name.endswith(INDEX):
+            raise UserError(f"{index} names {name!r}; expected files of weights that lie beside it")
+    return dict(found)
 
 
 def _safetensors(path: Path) -> Tensors:
