@@ -28,7 +28,6 @@ def facts(job: Job, folder: Path | None, notes: Sequence[str] = ()) -> Facts:
         model=_part(job, "model" if job.parts else "step"),
         optimizer=_optimizer(job),
         replicas=_replicas(job),
-        members=tuple(job.together.names) if job.together else (),
         steps=f"{job.total_steps:,} steps of {config.batch_size:,} examples{' for each' if job.together else ''}, "
         f"{float(job.total_steps / job.steps_per_epoch):.4g} epochs of {float(job.steps_per_epoch):.4g} steps"
         + (f", up to {job.steps_per_dispatch} a dispatch" if job.steps_per_dispatch > 1 else ""),

@@ -221,6 +221,7 @@ def evaluate(job: Job, folder: Path | None, stop: Stopper, watchdog: Watchdog) -
                 report.write(step, job.evaluate(name, state, watchdog.each_batch(agreed.check)))
                 tell_left_out(job, report)
         metrics = last_values(report.history)
+        report.summary(ended=f"evaluated step {step:,}{agreed.why()}", metrics=metrics, places={"workdir": folder})
     return Result(job, state, report.history, metrics, folder, agreed.exit_code)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +267,7 @@ def count(predict, source, *, job, state):
 
 
 @pytest.mark.slow
-def test_evaluations_of_ones_own_see_one_member_at_a_time(tmp_path):
+def test_evaluations_of_ones_own_see_one_member_at_a_time(tmp_path, capsys):
     evals = {
         "own": dict(source="test", fn=f"{__name__}:count", every="3st"),
         "other": dict(source="test", task=dict(name="classification", top_k=2), every="3st"),
@@ -276,8 +277,13 @@ def test_evaluations_of_ones_own_see_one_member_at_a_time(tmp_path):
     assert [last[f"eval_own/{name}"] for name in ("rows", "rows/std", "seed/0", "seed/1")] == [3, 0, 0, 1]
     assert 0 <= last["eval_other/top2_accuracy/1"] <= 1
     assert "eval_own/word/1 of step 3" in (tmp_path / "log.txt").read_text()
-    again = train.run(config(2, total="3st", evals=evals), tmp_path, mode="eval", data=tiny.data())
+    capsys.readouterr()
+    told = config(2, total="3st", evals=evals, terminal="plain")
+    again = train.run(told, tmp_path, mode="eval", data=tiny.data())
     assert again.metrics["eval/loss/1"] == result.metrics["eval/loss/1"]
+    table = capsys.readouterr().out.partition("evaluated step 3")[2]
+    for r in (0, 1):
+        assert f"{again.metrics[f'eval/accuracy/{r}']:.2%}" in re.search(rf"seed {r} .*", table)[0]
 
 
 @pytest.mark.slow

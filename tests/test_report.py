@@ -187,8 +187,7 @@ def test_any_number_survives_as_valid_json(number, tmp_path):
 
 
 def test_synthetic_data_is_said_in_every_report(tmp_path, capsys):
-    with a_report(tmp_path, terminal="plain") as report:
-        report.header(Facts(**{**vars(FACTS), "synthetic": True}))
+    with a_report(tmp_path, terminal="plain", synthetic=True) as report:
         report.write(10, {"train/loss": 0.5})
         report.write(10, {"eval/loss": 0.5})
         report.summary()

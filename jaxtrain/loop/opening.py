@@ -27,6 +27,8 @@ def open_report(job: Job, folder: Path | None) -> Report:
         tensorboard=config.tensorboard,
         live_curves=tells and config.terminal == "auto" and in_notebook(),
         best=config.best,
+        synthetic=job.dataset.synthetic,
+        members=job.together.names if job.together else (),
     )
 
 

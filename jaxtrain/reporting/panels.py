@@ -99,7 +99,7 @@ def summary_panel(summary: Summary, width: int) -> RenderableType:
         body.append(_grid([("train loss", curve)], strong=("train loss",)))
     if table := summary.table():
         body += [Text(), _members(table)]
-    colour = "green" if summary.outcome.startswith("finished") else "yellow"
+    colour = "green" if summary.outcome.startswith(("finished", "evaluated")) else "yellow"
     title = Text(summary.outcome, style=f"bold {colour}")
     edge = "yellow" if summary.synthetic else colour
     if summary.synthetic:

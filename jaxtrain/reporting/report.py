@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxtrain.reporting import wording
@@ -29,7 +29,8 @@ class Report:
 
     `workdir` None writes no file. `total_steps`, `steps_per_epoch` and `batch_size` (global) place a step in
     the run. `terminal` is "auto", "live", "plain" or "quiet"; `live_curves` draws in a notebook. `best` names
-    the validation metric that chooses: "accuracy" is "eval/accuracy".
+    the validation metric that chooses: "accuracy" is "eval/accuracy". Where `synthetic`, every report says so; the
+    summary has a table of `members`, if they have names.
 
     What an earlier process wrote to the workdir is in `history` from the start; `cut(step)` brings it and the
     files into agreement with the restored state. Raises StorageError where the workdir cannot be written or
@@ -47,6 +48,8 @@ class Report:
         tensorboard: bool = True,
         live_curves: bool = False,
         best: str = "accuracy",
+        synthetic: bool = False,
+        members: Sequence[str] = (),
     ):
         self._workdir = workdir
         self._total = total_steps
@@ -58,8 +61,7 @@ class Report:
         self._speeds: list[float] = []
         self._begun = time.monotonic()
         self._evaluated: set[str] = set()
-        self._synthetic = False
-        self._members: tuple[str, ...] = ()
+        self._synthetic, self._members = synthetic, tuple(members)
         self._agreed = False  # whether the files hold what `history` does
         self.may_write: Callable[[], None] = lambda: None  # raises where the workdir is another run's by now
         self.history: list[Record] = []
@@ -73,8 +75,7 @@ class Report:
             self.history += JsonLines.read(workdir / "metrics.jsonl")
 
     def header(self, facts: Facts) -> None:
-        """Says what runs, where, on what. Where `facts.synthetic`, every report from now on says so."""
-        self._synthetic, self._members = facts.synthetic, facts.members
+        """Says what runs, where, on what."""
         self._each(lambda sink: sink.header(facts))
 
     def write(self, step: int, scalars: Mapping[str, float | str], *, best: bool = False) -> None:

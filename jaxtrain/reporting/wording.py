@@ -34,7 +34,6 @@ class Facts:
     steps: str
     optimizer: str = ""
     replicas: str = ""
-    members: tuple[str, ...] = ()  # what they are called, where several train in one program
     synthetic: bool = False
     parameters: tuple[Row, ...] = ()
     total: int = 0  # parameters in all
