@@ -117,6 +117,20 @@ def test_from_arrays_cuts_what_is_not_given():
     assert from_arrays({"x": np.zeros((9, 2))}, test=0.2).num_classes is None
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (np.arange(9) % 4, 4),
+        (np.arange(9) % 2, 2),
+        (np.eye(9, 5, dtype=int), 5),  # several labels an example
+        (np.arange(27).reshape(9, 3) % 4, 4),  # a label for each of three things
+        (np.arange(36).reshape(9, 2, 2) % 2, 2),  # for each pixel
+    ],
+)
+def test_the_classes_are_counted(labels, classes):
+    assert from_arrays({"x": np.zeros((9, 2)), "label": labels}, validation=0, test=0).num_classes == classes
+
+
 def test_from_arrays_refuses_other_shapes_in_another_role():
     images = np.zeros((50, 4, 4), np.uint8)
     with pytest.raises(UserError, match="test.*image"):

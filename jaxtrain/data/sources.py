@@ -222,7 +222,8 @@ def from_arrays(
     """A data set of arrays: `from_arrays(images, labels)` or `from_arrays({"image": ..., "label": ...})`.
 
     `validation` and `test` are shares of the arrays, cut off by class (0: no such role), or arrays of their
-    own: (images, labels) or a dict. `num_classes` is the largest label + 1 unless given. Dtypes are those of
+    own: (images, labels) or a dict. `num_classes` is the largest label + 1 unless given,
+    or the length of labels [N, K] that are all 0 or 1. Dtypes are those of
     ArraySource, which also says what is refused.
     """
     whole = ArraySource(_named(train if labels is None else (train, labels)))
@@ -234,8 +235,7 @@ def from_arrays(
     shares = {role: 0.0 if role in own else float(value) for role, value in given.items()}
     opened = cut_source(whole, whole.column("label") if "label" in whole.spec else None, **shares) | own
     if num_classes is None and "label" in whole.spec:
-        largest = max(int(source.column("label").max()) for source in (whole, *own.values()))
-        num_classes = max(largest + 1, len(class_names), 1)
+        num_classes = max(_classes([source.column("label") for source in (whole, *own.values())]), len(class_names))
     return Dataset(
         name=name,
         spec=whole.spec,
@@ -288,6 +288,12 @@ def _named(value: Any) -> dict[str, Any]:
         return dict(value)
     images, labels = value if isinstance(value, tuple) else (value, None)
     return {"image": images} if labels is None else {"image": images, "label": labels}
+
+
+def _classes(labels: Sequence[np.ndarray]) -> int:
+    """One more than the largest label; of rows of 0 and 1, which say which classes are there, their length."""
+    largest = max(int(each.max()) for each in labels)
+    return labels[0].shape[1] if labels[0].ndim == 2 and largest <= 1 else max(largest + 1, 1)
 
 
 def _is_share(value: Any) -> bool:
