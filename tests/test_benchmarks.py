@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK_FLAGS
 
 from benchmarks import checkpoint, compiling, data, frameworks, memory, models, replicas, results, streaming
 from benchmarks.table import Row, render
@@ -34,6 +35,7 @@ def as_at_home():
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TOYS])
 def test_a_benchmark_gives_ratios(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)  # of the processes that it starts
     monkeypatch.delenv("TFDS_DATA_DIR", raising=False)  # where it is absent, a set is made
     rows = list(TOYS[name]())
     assert rows

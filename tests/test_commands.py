@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from conftest import QUICK_FLAGS
 
 from jaxtrain import main as entry
 from jaxtrain import train
@@ -23,7 +24,7 @@ RUNS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for 
 
 def command(*arguments, cwd=ROOT, **environment):
     """A process of its own with one device, as at home."""
-    variables = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment
+    variables = os.environ | {"XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(
         [sys.executable, "-m", "jaxtrain.main", *arguments], capture_output=True, text=True, env=variables, cwd=cwd
     )

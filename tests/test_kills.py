@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from conftest import REPOSITORY
+from conftest import QUICK_FLAGS, REPOSITORY
 from test_commands import is_complete
 
 from jaxtrain import verify
@@ -31,7 +31,7 @@ def get_config():
 def at_home(monkeypatch):
     """One device, as at home, in a folder from which configs and examples are found."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR", str(REPOSITORY.parent / "shared" / "tfds")))
 
@@ -44,7 +44,13 @@ def verified(spec, *changes, **options):
     return verdict
 
 
-def test_twenty_kills_in_all_phases_change_no_bit():
+@pytest.fixture
+def optimised(monkeypatch):
+    """Programs as users have them."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+def test_twenty_kills_in_all_phases_change_no_bit(optimised):
     """Reports 4, 14, 35."""
     verdict = verified("configs/digits.py:smoke", kills=20)
     assert [fault.kind for fault in verdict.faults] == ["kill"] * 20
@@ -57,9 +63,8 @@ THREADED = ("fashion_mnist", "resnet", "vit")
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_three_kills_change_no_bit_of_any_config(name, tmp_path, monkeypatch):
-    """On two devices, by programs that LLVM did not optimise: what is compiled longest comes here, and what is equal
-    does not depend on it. The run that nothing befell leaves behind what a run leaves behind."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+    """On two devices. The run that nothing befell leaves behind what a run leaves behind."""
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {QUICK_FLAGS}")
     changes = ["loader=threads"] if name in THREADED else []
     assert len(verified(f"configs/{name}.py:smoke", *changes, keep=tmp_path / "kept").faults) == 3
     is_complete(tmp_path / "kept" / compare.NAMES[0])
@@ -70,7 +75,7 @@ def test_three_kills_change_no_bit_of_a_step_of_ones_own():
 
 
 @pytest.mark.parametrize("place", ["yes", "no"])
-def test_kills_within_loops_of_steps_change_no_bit(place):
+def test_kills_within_loops_of_steps_change_no_bit(place, optimised):
     """Dispatches of up to five steps, which the kills cut and a resumed run groups anew."""
     changes = ("model=mlp", "steps_per_dispatch=5", f"data.resident={place}")
     assert len(verified("configs/digits.py:smoke", *changes).faults) == 3

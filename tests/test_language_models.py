@@ -44,7 +44,6 @@ TABLE = [name if name in QUICKLY else pytest.param(name, marks=SLOW) for name in
 # Of two that differ by a loop over layers, which changes nothing (as a test says), one.
 CAUSAL_TABLE = ["llama, scan, dots", "gru", *(pytest.param(name, marks=SLOW) for name in ("gpt", "lstm"))]
 WHOLE_TABLE = [name if name in QUICKLY else pytest.param(name, marks=SLOW) for name in WHOLE]
-QUICK = {"xla_backend_optimization_level": 0}  # to compile, not to run
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -61,7 +60,7 @@ def built(name, dtype="float32"):
 @functools.cache
 def made(name):
     """Parameters and inputs, as NumPy arrays; everything a little off its initial value."""
-    params, state = jax.jit(built(name).init, compiler_options=QUICK)(KEY, None)
+    params, state = jax.jit(built(name).init)(KEY, None)
     assert state == {}
     noise = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32), jax.device_get(params))
@@ -86,7 +85,7 @@ def jitted(name, dtype="float32"):
     def evaluate(params, inputs):
         return model.apply(params, {}, inputs, key=None, train=False)[0]
 
-    return jax.jit(train, compiler_options=QUICK), jax.jit(evaluate, compiler_options=QUICK)
+    return jax.jit(train), jax.jit(evaluate)
 
 
 def evaluated(name, params, inputs):
@@ -179,14 +178,14 @@ def test_cached_logits_are_those_of_the_whole_text(name):
     params, tokens = made(name)
     whole = evaluated(name, params, tokens)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def step(cache, token):
         return built(name).apply(params, {}, {"tokens": token, "cache": cache}, key=None, train=False)[0]
 
     def begin(tokens):
         return built(name).apply(params, {}, {"tokens": tokens, "room": LENGTH}, key=None, train=False)[0]
 
-    logits, cache = jax.jit(begin, compiler_options=QUICK)(tokens[:, :5])
+    logits, cache = jax.jit(begin)(tokens[:, :5])
     np.testing.assert_allclose(logits, whole[:, :5], rtol=1e-4, atol=1e-5)
     for place in range(5, LENGTH):
         logits, cache = step(cache, tokens[:, place : place + 1])
@@ -216,7 +215,7 @@ def test_scan_and_remat_change_nothing(scan, remat):
             out, _ = model.apply(params, {}, tokens, key=KEY, train=True)
             return jnp.square(out).mean(), out
 
-        return jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+        return jax.jit(jax.grad(loss, has_aux=True))
 
     grads, out = gradient(plain)(params)
     found, again = gradient(other)(stacked(params) if scan else params)
@@ -249,7 +248,7 @@ def test_attention_written_out_is_the_fused_one(key_heads, mask, causal):
     texts = np.repeat([0, 1, 2], [5, 4, 3])
     seen = None if mask is None else np.broadcast_to(texts[None] == texts[:, None], (2, 1, LENGTH, LENGTH))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def all_of_them():
         def found(dtype=jnp.float32, rate=None, train=True):
             dropout = None if rate is None else nnx.Dropout(rate, rngs=nnx.Rngs(0), deterministic=not train)

@@ -10,7 +10,7 @@ import threading
 
 import jax
 import pytest
-from conftest import REPOSITORY
+from conftest import QUICK_FLAGS, REPOSITORY
 
 SCRIPT = """
 import sys
@@ -44,7 +44,7 @@ def sizes(predict, source):
 def test_nothing_grows_in_three_thousand_steps(tmp_path):
     """With reports, evaluations, checkpoints and event files all the way; a process of its own, on one device."""
     tests = str(REPOSITORY / "tests")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, str(REPOSITORY)]), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, str(REPOSITORY)]), "XLA_FLAGS": QUICK_FLAGS}
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, check=True, timeout=300)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "eval_size/live_arrays" in line]

@@ -80,7 +80,6 @@ def table(rows):
     return [pytest.param(name, marks=pytest.mark.slow) if ZOO[name].slow else name for name in rows]
 
 
-QUICK = {"xla_backend_optimization_level": 0}  # to compile, not to run
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -105,7 +104,7 @@ def built(name, dtype="float32"):
 def made(name):
     """Parameters, state and a batch of noise, as NumPy arrays."""
     example = jnp.zeros((1, *ZOO[name].shape), jnp.float32)
-    params, model_state = jax.jit(built(name).init, compiler_options=QUICK)(KEY, example)
+    params, model_state = jax.jit(built(name).init)(KEY, example)
     # Gains that start at zero keep gradients from what is before them: move everything a little.
     noise = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(np.float32), jax.device_get(params))
@@ -131,7 +130,7 @@ def steps(name, dtype):
         with jax.numpy_dtype_promotion("strict"):
             return model.apply(params, model_state, x, key=None, train=False)
 
-    return jax.jit(train, compiler_options=QUICK), jax.jit(evaluate, compiler_options=QUICK)
+    return jax.jit(train), jax.jit(evaluate)
 
 
 # The slow half of the product seldom tells more: a dtype is decided when a model is traced, devices after that.
@@ -281,7 +280,7 @@ def test_parameters_and_multiply_adds_are_the_published(part, shape, classes, co
 def test_blocks_start_as_the_identity():
     model = build_model(dict(name="resnet", depth=20, width=4), num_classes=CLASSES, input_shape=(8, 8, 3))
     params, _ = jax.eval_shape(model.init, KEY, None)
-    last = jax.jit(model.init, compiler_options=QUICK)(KEY, None)[0]["stages"]["0"]["0"]["layers"]["1"]["norm"]["scale"]
+    last = jax.jit(model.init)(KEY, None)[0]["stages"]["0"]["0"]["layers"]["1"]["norm"]["scale"]
     assert set(params["stages"]["0"]["0"]) == {"layers"}  # and so a shortcut without parameters
     assert not last.any()
 
@@ -376,8 +375,8 @@ def stacked(params):
 def test_a_loop_over_layers_and_rematerialisation_change_nothing(scan, remat):
     params, _, x = made("vit")
     other = build_model(VIT | dict(scan=scan, remat=remat), num_classes=CLASSES, input_shape=(8, 8, 3))
-    wanted = jax.jit(jax.grad(loss_of(built("vit"), x)), compiler_options=QUICK)(params)
-    found = jax.jit(jax.grad(loss_of(other, x)), compiler_options=QUICK)(stacked(params) if scan else params)
+    wanted = jax.jit(jax.grad(loss_of(built("vit"), x)))(params)
+    found = jax.jit(jax.grad(loss_of(other, x)))(stacked(params) if scan else params)
     wanted = stacked(wanted) if scan else wanted
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, wanted)
 

@@ -20,6 +20,7 @@ import nbformat
 import numpy as np
 import pytest
 import tiny
+from conftest import QUICK_FLAGS
 from packaging.requirements import Requirement
 
 import jaxtrain
@@ -37,8 +38,10 @@ JAX = next(need.specifier for need in NEEDS if need.name == "jax")
 @pytest.fixture(scope="module")
 def environment():
     """That of a user's kernel: one device, and this checkout."""
-    found = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return found | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
+    return os.environ | {
+        "XLA_FLAGS": QUICK_FLAGS,
+        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests"))),
+    }
 
 
 def test_the_committed_quickstart_is_valid_and_holds_no_outputs():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from conftest import REPOSITORY
+from conftest import QUICK_FLAGS, REPOSITORY
 from flax import struct
 
 from jaxtrain import describe, supply, train
@@ -250,7 +250,7 @@ CONSOLE = "import sys; from jaxtrain.main import main; sys.exit(main())"
 @pytest.mark.parametrize(("example", "start"), [("simclr", ["-m", "jaxtrain.main"]), ("gan", ["-P", "-c", CONSOLE])])
 def test_the_commands_of_the_examples(example, start, tmp_path):
     """From the root, with `python -m` and with the installed command, which has no folder of its own on the path."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": QUICK_FLAGS}
     command = [sys.executable, *start, f"--config=examples/{example}.py:smoke", f"--workdir={tmp_path}"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from conftest import QUICK
 
 from jaxtrain import export, train
 from jaxtrain.adapters.functional import named, nested
@@ -44,7 +45,6 @@ SMALL = {  # models of each family as small as they go, on pictures of 32×32, a
     "llama, qk_norm": (LLAMA | dict(qk_norm=True, epsilon=1e-6), ["hf"]),
 }
 CASES = [(name, format) for name, (_, formats) in SMALL.items() for format in formats]
-QUICK = {"xla_backend_optimization_level": 0}  # to compile, not to run
 
 
 def model_of(part, classes=10):
