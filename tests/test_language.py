@@ -247,15 +247,17 @@ def test_files_are_read_in_order_cut_and_packed(tmp_path):
         packed.open()
 
 
-def test_tokens_are_mapped_from_files(tmp_path):
-    numbers = np.arange(1000, dtype="<u2") + 300
+@pytest.mark.parametrize(("dtype", "vocabulary"), [("<u2", 1300), ("<u2", 65536), ("<u4", 65537), ("<u4", 128256)])
+def test_tokens_are_mapped_from_files(dtype, vocabulary, tmp_path):
+    first = vocabulary - 1000
+    numbers = np.arange(first, vocabulary).astype(dtype)
     numbers.tofile(tmp_path / "train.bin")
     numbers[:100].tofile(tmp_path / "val.bin")
-    dataset = tokens.tokens(dir=str(tmp_path), vocabulary=1300, window=10, test=0.1)
+    dataset = tokens.tokens(dir=str(tmp_path), vocabulary=vocabulary, window=10, test=0.1)
     opened = dataset.open()
     assert {role: len(source) for role, source in opened.items()} == {"train": 89, "validation": 9, "test": 9}
     batch = opened["test"].get(np.array([0]))
-    np.testing.assert_array_equal(batch["tokens"][0], np.arange(1200, 1211))
+    np.testing.assert_array_equal(batch["tokens"][0], np.arange(first + 900, first + 911))
     assert batch["tokens"].dtype == np.int32 and isinstance(opened["train"].stream, np.memmap)
     (tmp_path / "test.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match="3 bytes"):

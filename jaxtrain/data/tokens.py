@@ -94,21 +94,23 @@ def tokens(
     test: float = 0.0,
     tokenizer: str = "",
 ) -> Dataset:
-    """Token numbers in files, uint16 one after the other: train.bin, validation.bin (or val.bin), test.bin in `dir`.
+    """Token numbers in files, one after the other: train.bin, validation.bin (or val.bin), test.bin in `dir`.
 
-    So nanoGPT writes them, and so does `numpy.array(tokens, "<u2").tofile(…)`. They are mapped, never read as a whole.
-    `vocabulary` is how many tokens there are. A role without a file is cut off the end of train.bin, in the given share
+    `vocabulary` is how many tokens there are: up to 65,536 are uint16, as nanoGPT writes them and
+    `numpy.array(tokens, "<u2").tofile(…)`; more, as Llama 3 has, uint32, "<u4". They are mapped, never read as a whole.
+    A role without a file is cut off the end of train.bin, in the given share
     (0: no such role). `window`, `stride` (of training windows) and `end`: see `Windows`. `tokenizer`: a tokenizer.json,
     for sampling.
 
     {"tokens": int32 [window + 1]}, with `end` also "segments". Raises UserError for files that hold no such numbers.
     """
+    dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
     folder, wanted = pathlib.Path(dir).expanduser(), {"validation": validation, "test": test}
 
     def open_tokens() -> dict[str, Source]:
         if not (folder / "train.bin").is_file():
             raise DataAbsent(f"there is no {folder / 'train.bin'}; set config.data.dir to a folder that holds it")
-        streams = {role: _mapped(path) for role in FILES if (path := _file(folder, role))}
+        streams = {role: _mapped(path, dtype) for role in FILES if (path := _file(folder, role))}
         shares = {role: 0.0 if role in streams else share for role, share in wanted.items()}
         train = streams["train"]
         streams |= {role: train[part] for role, part in cut(len(train), **shares).items()}
@@ -130,7 +132,10 @@ def _file(folder: pathlib.Path, role: str) -> pathlib.Path | None:
     return next((folder / name for name in FILES[role] if (folder / name).is_file()), None)
 
 
-def _mapped(path: pathlib.Path) -> np.ndarray:
-    if not path.stat().st_size or path.stat().st_size % 2:
-        raise UserError(f"{path} holds {path.stat().st_size} bytes, expected tokens of two bytes each (uint16)")
-    return np.memmap(path, "<u2", "r")
+def _mapped(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
+    size, width = path.stat().st_size, dtype.itemsize
+    if not size or size % width:
+        raise UserError(
+            f"{path} holds {size} bytes, expected tokens of {width} bytes ({dtype.name}) for config.data.vocabulary"
+        )
+    return np.memmap(path, dtype, "r")
