@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 
-from conftest import QUICK_FLAGS
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTERS = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_NUM_", "JAX_PROCESS_", "KUBERNETES_", "JOB_COMPLETION_")
 
@@ -38,7 +36,7 @@ def free_address() -> str:
 def environment(devices: int, **more: str) -> dict[str, str]:
     """Of a child with so many devices, in no cluster but for `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(CLUSTERS)}
-    flags = f"--xla_force_host_platform_device_count={devices} {QUICK_FLAGS}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths} | more
 
