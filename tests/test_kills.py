@@ -46,7 +46,7 @@ def verified(spec, *changes, **options):
 
 @pytest.fixture
 def optimised(monkeypatch):
-    """Programs as users have them: these tests are about bits, and where a NaN is inflicted, of another program."""
+    """Programs as users have them."""
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
@@ -86,7 +86,7 @@ def test_three_kills_change_no_bit_of_any_member():
     assert len(verified("configs/digits.py:smoke", grid, "model.width=4").faults) == 3
 
 
-def test_each_fault_is_answered_as_documented(optimised):
+def test_each_fault_is_answered_as_documented():
     """Reports 16, 35, 37, 40: each fault of the table in one run, which ends as if none had been."""
     found = verified("configs/digits.py:smoke", inject=",".join(IN_ONE_RUN))
     assert {fault.kind for fault in found.faults} == faults.KINDS.keys()
@@ -105,7 +105,7 @@ IN_ONE_RUN = (
         ("configs/digits.py:smoke", "rollback", "nan@13,nan@22,kill@16,sigterm@23,kill@30"),
     ],
 )
-def test_nan_that_is_borne_is_borne_the_same_way_whatever_befalls(spec, answer, inject, optimised):
+def test_nan_that_is_borne_is_borne_the_same_way_whatever_befalls(spec, answer, inject):
     """Report 16."""
     verdict = verified(spec, f"on_nonfinite={answer}", inject=inject)
     assert len(verdict.faults) > inject.count("nan")

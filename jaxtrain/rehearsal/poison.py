@@ -12,6 +12,7 @@ from jaxtrain import contract
 from jaxtrain.errors import UserError
 
 COLUMN = "poison"  # bool [B]
+_PLACES = 16  # of data positions in a program, used or not: so that all starts have one program
 
 
 class Poisoned:
@@ -61,4 +62,6 @@ def again(positions: Collection[int], original: Callable[..., Any], job: Any, po
 def dose(batch: Mapping[str, jax.Array], position: jax.Array, positions: Collection[int]) -> dict[str, jax.Array]:
     """The batch with the column, true in the first row at those data positions."""
     first = jnp.arange(batch["id"].shape[0], dtype=jnp.int32) == 0
-    return {**batch, COLUMN: first & jnp.isin(position, np.array(sorted(positions), np.int32))}
+    chosen = np.full(max(_PLACES, len(positions)), -1, np.int32)
+    chosen[: len(positions)] = sorted(positions)
+    return {**batch, COLUMN: first & (position == chosen).any()}
