@@ -2,8 +2,8 @@
 
     python -m jaxtrain.main --config=configs/text_classification.py
 
-Hardware: 2 cores of an AMD EPYC, no accelerator, which ran other work beside it
-Time: 0:17
+Hardware: 2 cores of an Intel Xeon, no accelerator
+Time: 0:25 from start to exit (1,497 examples/s), cold compile cache
 Accuracy: test 46.63 %, validation 47.24 %
 Runs: 1, JAX 0.10.2, seed 0
 
