@@ -34,22 +34,6 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", type=int, metavar="N", help="of each table, the first N - 1 rows and the last one")
-
-
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not (count := config.getoption("rows")):
-        return
-    tables: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {id(item) for rows in tables.values() for item in [*rows[: count - 1], rows[-1]]}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
-
-
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "error",

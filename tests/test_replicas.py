@@ -208,11 +208,10 @@ CNN = dict(
     "replicas",
     [
         3,
-        (("optimizer.weight_decay", (0.0, 0.3)),),
-        (("optimizer.b1", (0.8, 0.9)),),
-        (("clip_norm", (0.1, 9.0)),),
+        (("seed", 2), ("optimizer.weight_decay", (0.0, 0.3))),
+        (("optimizer.b1", (0.8, 0.9)), ("clip_norm", (0.1, 9.0))),
     ],
-    ids=["seeds", "decay", "b1", "clip"],
+    ids=["seeds", "decay", "clip"],
 )
 def test_one_after_the_other_each_member_is_its_single_run_bit_by_bit(replicas):
     """Parameters, batch statistics, optimizer state, average, keys, and every line, over 24 steps."""
@@ -234,7 +233,7 @@ def test_one_after_the_other_each_member_is_its_single_run_bit_by_bit(replicas):
         ("mlp", 8, 4, True),
         ("cnn", 3, 2, False),
         ("mlp", 3, 2, False),
-        ("cnn", (("optimizer.b1", (0.8, 0.9)),), 2, True),
+        ("cnn", (("seed", 2), ("optimizer.b1", (0.8, 0.9))), 2, True),
     ],
 )
 def test_on_several_devices_each_member_is_its_single_run(model, replicas, devices, spread):
